@@ -1,0 +1,238 @@
+"""`edgexpert train model`: a small MoE language model from scratch, in a standard transformers architecture.
+
+Runs resume exactly: batches are a function of the step, and a checkpoint holds weights, optimiser and step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from edgexpert.errors import UserError
+from edgexpert.training import corpus as corpora
+from edgexpert.training import experts as training_experts
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training: how many steps, on which shares of the domains, with sequences of which length."""
+
+    steps: int
+    shares: Mapping[str, float]
+    length: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that determines a trained model, its corpus apart."""
+
+    domains: Mapping[str, Sequence[str]]
+    config: Mapping[str, Any]
+    phases: Sequence[Phase]
+    tokens_per_step: int = 4096
+    learning_rate: float = 2e-3
+    warmup: int = 150
+    final_rate: float = 0.05  # of the peak
+    weight_decay: float = 0.1
+    balance: float = 0.004  # weight of the load-balancing loss
+    seed: int = 1
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def phase_at(self, step: int) -> Phase:
+        for phase in self.phases:
+            if step < phase.steps:
+                return phase
+            step -= phase.steps
+        return self.phases[-1]
+
+
+STORIES = Recipe(
+    domains={
+        "simple": [
+            "tinystories_sample.txt",
+            "synthetic_fables_permissive.txt",
+            "african_storybook_en.txt",
+            "pratham_storyweaver_en.txt",
+        ],
+        "tales": ["fairytaleqa_stories.txt", "grimm_fairy_tales.txt", "aesop_for_children.txt"],
+        "books": ["gutenberg_simple_1.txt"],
+    },
+    config=dict(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=1024,
+        moe_intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=64,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        router_aux_loss_coef=0.004,
+    ),
+    phases=[
+        Phase(2100, {"simple": 0.5, "tales": 0.15, "books": 0.35}, 512),
+        Phase(700, {"simple": 0.75, "tales": 0.15, "books": 0.1}, 1024),
+    ],
+)
+RECIPES = {"stories": STORIES}
+
+
+def learning_rate(recipe: Recipe, step: int) -> float:
+    """Linear warm-up, then a cosine to ``final_rate`` of the peak."""
+    if step < recipe.warmup:
+        return recipe.learning_rate * (step + 1) / recipe.warmup
+    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.learning_rate * (recipe.final_rate + (1 - recipe.final_rate) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def balance_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
+    """Switch-style load-balancing loss, the mean over layers; 1 when every expert gets the same share.
+
+    The library's own concatenates the layers first, so that an expert dead in one layer hides behind a busy namesake.
+    """
+    losses = []
+    for logits in router_logits:
+        probabilities = logits.float().softmax(-1)  # [T, E]
+        experts = probabilities.shape[-1]
+        chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
+        losses.append(experts / top_k * (chosen.mean(0) * probabilities.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep freed activations: giving them back and faulting them in again takes a third of a step."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+    except OSError:
+        pass  # another C library
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, stream: np.ndarray, length: int, windows: int = 32) -> float:
+    """Mean next-token loss in nats over the first ``windows`` windows of a held-out stream."""
+    model.eval()
+    losses = []
+    for start in range(0, min(len(stream) - length - 1, windows * length), length):
+        ids = torch.from_numpy(stream[start : start + length + 1].astype(np.int64))[None]
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        losses.append(F.cross_entropy(logits[0].float(), ids[0, 1:]).item())
+    model.train()
+    return float(np.mean(losses))
+
+
+@dataclass
+class _State:
+    step: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+def train_model(
+    recipe: Recipe, corpus: Path, out: Path, *, compile: bool = True, checkpoint_every: int = 100, stop_at: int | None = None
+) -> Path:
+    """Trains ``recipe`` on ``corpus``, resuming from ``out`` when it holds a checkpoint.
+
+    Args:
+        stop_at: stop after this many steps, with a checkpoint, as an interruption would.
+
+    Returns the folder of the finished model (``out/model``), or of the checkpoint when stopped early.
+    """
+    if not corpus.is_dir():
+        raise UserError(f"the corpus folder {corpus} does not exist; give the folder with the text files as --corpus")
+    out.mkdir(parents=True, exist_ok=True)
+    keep_freed_memory()
+    tokenizer, mixture, held_out = corpora.prepare(corpus, recipe.domains, recipe.config["vocab_size"], out)
+    torch.manual_seed(recipe.seed)
+    config = Qwen3MoeConfig(
+        **recipe.config, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=None
+    )
+    model = Qwen3MoeForCausalLM(config)
+    model.config._experts_implementation = training_experts.NAME
+    model.train()
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+    state, checkpoint = _State(), out / "checkpoint.pt"
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state = _State(**saved["state"])
+
+    def save() -> None:
+        unfinished = checkpoint.with_suffix(".unfinished")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": vars(state)}, unfinished)
+        os.replace(unfinished, checkpoint)
+        (out / "history.json").write_text(json.dumps(state.history, indent=0))
+
+    def loss_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=True)
+        entropy = F.cross_entropy(outputs.logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        return entropy, balance_loss(outputs.router_logits, config.num_experts_per_tok)
+
+    step_loss = torch.compile(loss_of) if compile else loss_of
+    last = min(recipe.steps, stop_at or recipe.steps)
+    with Progress(
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
+    ) as progress:
+        task = progress.add_task("training", total=recipe.steps, completed=state.step, note="")
+        while state.step < last:
+            started = time.perf_counter()
+            phase = recipe.phase_at(state.step)
+            rate = learning_rate(recipe, state.step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            sequences = recipe.tokens_per_step // phase.length
+            ids = mixture.batch(state.step, recipe.seed, phase.shares, sequences, phase.length)
+            with torch.autocast("cpu", torch.bfloat16):
+                entropy, balance = step_loss(ids)
+                loss = entropy + recipe.balance * balance
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            state.step += 1
+            state.seconds += time.perf_counter() - started
+            record = {"step": state.step, "loss": entropy.item(), "balance": balance.item(), "rate": rate,
+                      "gradient": float(norm), "seconds": state.seconds}
+            if state.step % 500 == 0 or state.step == recipe.steps:
+                for name, stream in held_out.items():
+                    record[f"held_out/{name}"] = held_out_loss(model, stream, phase.length)
+            if state.step % 10 == 0 or len(record) > 6:
+                state.history.append(record)
+            if state.step % checkpoint_every == 0 or state.step == last:
+                save()
+            progress.update(task, advance=1, note=f"loss {record['loss']:.3f}  balance {record['balance']:.2f}")
+    if state.step < recipe.steps:
+        return checkpoint
+    model.config._experts_implementation = None
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    return out / "model"
