@@ -6,6 +6,7 @@ Parameters are named as in the official checkpoints. Source: EAGLE-3 (arXiv 2503
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Eagle3Config:
 class Rotary:
     """Rotary position embedding, computed for the positions at hand: there is no table that a long text could outgrow.
 
-    Frequencies stay float32 whatever the model's dtype, hence no module and no buffer.
+    Frequencies stay float32 whatever the model's dtype, and exist on the meta device too: hence no module and no buffer.
     """
 
     def __init__(self, config: Eagle3Config) -> None:
@@ -66,7 +67,10 @@ class Rotary:
             hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads, head_dim=config.head_dim,
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters={**scaling, "rope_type": self.kind, "rope_theta": config.rope_theta})
-        self.fixed = self._frequencies(None)
+
+    @cached_property
+    def _fixed(self) -> tuple[Tensor, float]:
+        return self._frequencies(None)
 
     def _frequencies(self, length: int | None) -> tuple[Tensor, float]:
         """Inverse frequencies [head_dim / 2] and the factor on sine and cosine, for a text of ``length`` tokens."""
@@ -78,7 +82,7 @@ class Rotary:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotates ``x`` [..., heads, n, head_dim] by ``positions`` [..., n]."""
         grows = self.kind in ("dynamic", "longrope")
-        frequencies, factor = self._frequencies(int(positions.max()) + 1) if grows else self.fixed
+        frequencies, factor = self._frequencies(int(positions.max()) + 1) if grows else self._fixed
         angles = positions[..., None, :, None].float() * frequencies.to(x.device)  # [..., 1, n, head_dim / 2]
         cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
         low, high = x.chunk(2, -1)
@@ -162,7 +166,9 @@ class Eagle3Model(nn.Module):
     def __init__(self, config: Eagle3Config, embedding: Tensor | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=embedding, _freeze=embedding is not None)
+        self.owns_embedding = embedding is None
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=embedding,
+                                         _freeze=not self.owns_embedding)
         features = config.target_hidden_size
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(3 * features, config.rms_norm_eps)
@@ -184,7 +190,8 @@ class Eagle3Model(nn.Module):
         assert len(offsets) == self.config.draft_vocab_size
         assert (offsets.diff() >= 0).all(), "ascending and distinct ids have offsets that never fall"
         self.d2t = offsets
-        self.t2d = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=target_ids.device).index_fill(0, target_ids, True)
+        self.t2d = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=target_ids.device)
+        self.t2d[target_ids] = True
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Target ids of draft ids, any shape: ``d2t`` holds offsets, not ids."""

@@ -1,0 +1,138 @@
+"""Finding the MoE blocks of a transformers model by their form, and weighing its parts.
+
+A block is a router that returns (logits, weights, expert indices) beside an experts module with three-dimensional weights.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from edgexpert.kernels.experts import ExpertWeights
+from edgexpert.ledger import Part
+from edgexpert.model.router import RouterForm, detect_form
+from edgexpert.plan import ExpertShape
+
+
+@dataclass(eq=False)
+class MoeBlock:
+    """One MoE block: its router, its experts and where they stand."""
+
+    layer: int
+    router: nn.Module
+    experts: nn.Module
+
+    @property
+    def gate_up_name(self) -> str:
+        return "gate_up_proj" if hasattr(self.experts, "gate_up_proj") else "up_proj"
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.experts.down_proj.shape[0])
+
+    @property
+    def top_k(self) -> int:
+        return int(self.router.top_k)
+
+    @cached_property
+    def form(self) -> RouterForm | None:
+        return detect_form(self.router)
+
+    @property
+    def shape(self) -> ExpertShape:
+        down = self.experts.down_proj
+        intermediate, hidden = down.shape[1:] if self.experts.is_transposed else reversed(down.shape[1:])
+        gate_up = getattr(self.experts, self.gate_up_name)
+        return ExpertShape(hidden, intermediate, gate_up[0].numel() // hidden, down.element_size())
+
+    def store_channel_major(self, wanted: bool) -> None:
+        """Lays the weights out so that an input channel is one contiguous row, or the way the library does.
+
+        The parameters keep their shape either way; only their strides change, so that everything else goes on working. In
+        the library's layout results are bit for bit those of the library, since products then run on the very same data.
+        """
+        for name in (self.gate_up_name, "down_proj"):
+            parameter = getattr(self.experts, name)
+            if self.experts.is_transposed:
+                continue  # channel-major already
+            if wanted and parameter.is_contiguous():
+                parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
+            elif not wanted and not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+
+    def weights(self) -> ExpertWeights:
+        """The experts' weights as channel-major views."""
+        gate_up, down = getattr(self.experts, self.gate_up_name), self.experts.down_proj
+        if not self.experts.is_transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        has_gate = self.experts.has_gate
+        return ExpertWeights(
+            gate_up,
+            down,
+            getattr(self.experts, self.gate_up_name + "_bias", None),
+            getattr(self.experts, "down_proj_bias", None),
+            self.experts._apply_gate if has_gate else self.experts.act_fn,
+        )
+
+
+def find_blocks(model: PreTrainedModel) -> list[MoeBlock]:
+    """All MoE blocks whose form is known, by layer. Empty for a dense model."""
+    blocks = []
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        experts = next((c for c in children.values() if _is_experts(c)), None)
+        router = next((c for n, c in children.items() if n in ("gate", "router") and hasattr(c, "top_k")), None)
+        if experts is not None and router is not None:
+            layer = re.search(r"\.(\d+)(\.|$)", name)
+            blocks.append(MoeBlock(int(layer[1]) if layer else len(blocks), router, experts))
+    return blocks
+
+
+def _is_experts(module: nn.Module) -> bool:
+    down = getattr(module, "down_proj", None)
+    return isinstance(down, Tensor) and down.dim() == 3 and hasattr(module, "_is_expert_parallel")
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers."""
+    return model.base_model.layers
+
+
+def bytes_by_part(model: PreTrainedModel, blocks: list[MoeBlock]) -> dict[Part, int]:
+    """Stored weight bytes by part. Norms count with attention; dense feed-forward layers with shared experts.
+
+    A tied lm_head counts for itself too: its matrix is read once per stage, apart from the rows of embedding look-ups.
+    """
+    sizes: dict[Part, int] = {}
+
+    def add(part: Part, tensor: Tensor) -> None:
+        sizes[part] = sizes.get(part, 0) + tensor.numel() * tensor.element_size()
+
+    experts = {id(p) for block in blocks for p in block.experts.parameters()}
+    routers = {id(p) for block in blocks for p in block.router.parameters()}
+    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
+    head = model.get_output_embeddings()
+    heads = {id(p) for p in head.parameters()} if head is not None else set()
+    for name, parameter in model.named_parameters():
+        if id(parameter) in experts:
+            add("experts", parameter)
+        elif id(parameter) in routers:
+            add("router", parameter)
+        elif id(parameter) in embeddings:
+            add("embeddings", parameter)
+        elif id(parameter) not in heads:
+            add("attention" if re.search("attn|attention|norm", name) else "shared_experts", parameter)
+    if head is not None:
+        add("lm_head", head.weight)
+    return sizes
+
+
+def embedding_row_bytes(model: PreTrainedModel) -> int:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.shape[1] * weight.element_size()

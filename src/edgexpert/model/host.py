@@ -1,0 +1,244 @@
+"""A transformers MoE model under a policy: every stage goes through here.
+
+Hooks on the routers hand the policy each layer's scores; an experts implementation, registered with the library, executes
+the plan. Where a policy leaves a layer as it is, the library's own implementation runs, on the library's own layout: with
+everything off the model is the library's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from edgexpert.errors import UserError
+from edgexpert.kernels.experts import run_experts
+from edgexpert.ledger import Ledger, Phase
+from edgexpert.model.attention import stage_mask, watch_received_attention
+from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes, find_blocks
+from edgexpert.model.batch import route, select_channels
+from edgexpert.model.cache import TreeCache, bytes_per_token
+from edgexpert.plan import ChannelSelection, LayerPlan, Routing
+from edgexpert.policy import Policy
+from edgexpert.stage import Stage
+
+EXPERTS_IMPLEMENTATION = "edgexpert"
+
+
+@dataclass(eq=False)
+class StageOutput:
+    """What one stage gave.
+
+    Attributes:
+        logits: float [T, V]; of a prefill stage only the last token's, [1, V].
+        features: inputs of the fused layers, concatenated, [T, n * H]; None when none were asked for.
+        plans: the decision of every MoE layer, by layer.
+        exact_experts: for each MoE layer, how many experts the router alone would have loaded.
+    """
+
+    logits: Tensor
+    features: Tensor | None
+    plans: list[LayerPlan]
+    exact_experts: list[int]
+
+
+@dataclass(eq=False)
+class Pass:
+    """What is going through the model right now: one stage, or one for each sequence of a batch, in their order."""
+
+    stages: list[Stage]
+    plans: dict[int, LayerPlan] = field(default_factory=dict)
+    exact_experts: dict[int, int] = field(default_factory=dict)
+    routings: dict[int, Routing] = field(default_factory=dict)
+    fused: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
+    expert_bytes: float = 0.0
+
+
+class HostedModel:
+    """Runs stages through a transformers MoE model, deciding every layer by a policy and counting every byte."""
+
+    def __init__(self, model: PreTrainedModel, policy: Policy | None = None) -> None:
+        self.model = model.eval()
+        self.config = model.config.get_text_config()
+        self.blocks = find_blocks(model)
+        if not self.blocks:
+            raise UserError(
+                f"{model.config.name_or_path or 'this model'} (model type {self.config.model_type}) has no mixture-of-experts "
+                "layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
+            )
+        self.ledger = Ledger()
+        self.sizes = bytes_by_part(model, self.blocks)
+        self._cache_argument = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+        self._library_experts = model.config._experts_implementation
+        self.running: Pass | None = None
+        self._hooks: list[RemovableHandle] = []
+        for block in self.blocks:
+            block.experts._edgexpert = (self, block)
+            self.keep_hook(block.router.register_forward_hook(self._router_hook(block)))
+        model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
+        self.policy = Policy()
+        self.set_policy(policy or Policy())
+
+    @property
+    def num_experts(self) -> int:
+        return self.blocks[0].num_experts
+
+    @property
+    def top_k(self) -> int:
+        return self.blocks[0].top_k
+
+    @property
+    def layers(self) -> int:
+        return len(decoder_layers(self.model))
+
+    @property
+    def max_context(self) -> int:
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def plain_decode_expert_bytes(self) -> float:
+        """Expert bytes that plain exact decoding loads for every token."""
+        return sum(block.top_k * block.shape.expert for block in self.blocks)
+
+    def set_policy(self, policy: Policy) -> None:
+        """Decides by ``policy`` from the next stage on; its open hyperparameters are chosen for this model."""
+        policy = policy.resolved(model_type=self.config.model_type, num_experts=self.num_experts, top_k=self.top_k)
+        if not policy.is_exact and any(block.form is None for block in self.blocks):
+            raise UserError(
+                f"the router of model type {self.config.model_type} scores experts in a way that EdgeXpert does not know; "
+                "only --policy exact can be used with it"
+            )
+        for block in self.blocks:
+            block.store_channel_major(policy.fine_pruning)
+        self.policy = policy
+
+    def new_cache(self, capacity: int) -> TreeCache:
+        return TreeCache(self.layers, capacity)
+
+    def keep_hook(self, handle: RemovableHandle) -> None:
+        """Takes charge of a hook on the model; `detach` removes it."""
+        self._hooks.append(handle)
+
+    def detach(self) -> PreTrainedModel:
+        """Gives the model back as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        for block in self.blocks:
+            block.store_channel_major(False)
+            del block.experts._edgexpert
+        self.model.set_experts_implementation(self._library_experts)
+        return self.model
+
+    @torch.no_grad()
+    def run(self, stage: Stage, cache: TreeCache, fused_layers: Sequence[int] = ()) -> StageOutput:
+        """One stage through the model; its keys and values are appended to ``cache``."""
+        assert stage.prefix == cache.length, "the cache holds exactly the tokens before the stage"
+        device = self.model.device
+        hooks = [self._fused_hook(layer) for layer in fused_layers]
+        mask = stage_mask(stage, self.model, device)
+        self.running = running = Pass([stage])
+        try:
+            with watch_received_attention(self.model, running.received, stage, self.policy.token_weight == "attention"):
+                output = self.model(
+                    input_ids=stage.tokens[None].to(device),
+                    position_ids=stage.positions[None].to(device),
+                    attention_mask=mask,
+                    use_cache=True,
+                    logits_to_keep=1 if stage.kind == "prefill" else 0,
+                    **{self._cache_argument: cache},
+                )
+        finally:
+            self.running = None
+            for hook in hooks:
+                hook.remove()
+        self.count(running, cache)
+        return StageOutput(
+            logits=output.logits[0].float(),
+            features=torch.cat([running.fused[layer][0] for layer in fused_layers], dim=-1) if fused_layers else None,
+            plans=[running.plans[block.layer] for block in self.blocks],
+            exact_experts=[running.exact_experts[block.layer] for block in self.blocks],
+        )
+
+    def count(self, running: Pass, cache: Cache | None) -> None:
+        """Enters a finished pass into the ledger."""
+        phase: Phase = "prefill" if running.stages[0].kind == "prefill" else "decode"
+        add = self.ledger.add
+        add(phase, "experts", running.expert_bytes)
+        for part in ("router", "attention", "shared_experts", "lm_head"):
+            add(phase, part, self.sizes.get(part, 0))
+        for stage in running.stages:
+            add(phase, "embeddings", len(stage.tokens) * embedding_row_bytes(self.model))
+            if cache is not None:  # written once for each new token; read once a stage, the new tokens included
+                add(phase, "kv_cache", bytes_per_token(cache) * (stage.prefix + 2 * len(stage.tokens)))
+
+    def _fused_hook(self, layer: int) -> RemovableHandle:
+        layers = decoder_layers(self.model)
+        module = layers[layer] if layer < len(layers) else self.model.base_model.norm
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            assert self.running is not None
+            self.running.fused[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return module.register_forward_pre_hook(keep, with_kwargs=True)
+
+    def _router_hook(self, block: MoeBlock) -> Any:
+        def decide(_: nn.Module, __: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
+            running = self.running
+            if running is None:
+                return output
+            logits, weights, experts = output
+            exact = Routing(experts, weights, block.num_experts)
+            running.exact_experts[block.layer] = len(exact.loaded)
+            routing = exact
+            if not self.policy.is_exact:
+                assert block.form is not None
+                routing = route(self.policy, exact, block.form.scores(logits), running.stages)
+            running.routings[block.layer] = routing
+            return (logits, weights, experts) if routing is exact else (logits, routing.weights.to(weights.dtype), routing.experts)
+
+        return decide
+
+    def run_block(self, block: MoeBlock, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """The experts of one block for the running stage: [T, H] -> [T, H]."""
+        running = self.running
+        if running is None:
+            return self._library(block, x, *args, **kwargs)
+        routing = running.routings[block.layer]
+        received = running.received.get(block.layer)
+
+        def select(activations: Tensor) -> ChannelSelection | None:
+            return select_channels(self.policy, activations, routing, running.stages, received)
+
+        # one product on the same data as the library's where nothing is skipped
+        gate_up = select(x[routing.pairs[0]]) if self.policy.fine_pruning else None
+        if gate_up is None and int(routing.experts.max()) < block.num_experts:
+            running.plans[block.layer] = plan = LayerPlan(block.layer, routing)
+            running.expert_bytes += plan.bytes(block.shape)
+            return self._library(block, x, *args, **kwargs)
+        out, down, read = run_experts(x, routing, block.weights(), gate_up, select)
+        running.plans[block.layer] = plan = LayerPlan(block.layer, routing, gate_up, down)
+        assert abs(plan.bytes(block.shape) - read) < 1, "bytes planned are the bytes read"
+        running.expert_bytes += read
+        return out
+
+    def _library(self, block: MoeBlock, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        own = type(block.experts).forward.__wrapped__  # type: ignore[attr-defined]
+        function = ALL_EXPERTS_FUNCTIONS.get(self._library_experts, own)
+        return function(block.experts, *args, **kwargs)
+
+
+def _experts_forward(self: nn.Module, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
+    host, block = self._edgexpert  # type: ignore[misc]
+    return host.run_block(block, x, *args, **kwargs)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, _experts_forward)

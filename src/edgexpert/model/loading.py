@@ -1,0 +1,119 @@
+"""From a name to a model: bundled names, folders and Hub names, with errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from edgexpert.errors import UserError
+from edgexpert.model.bundled import is_packed, load_packed
+
+BUNDLED = ("stories",)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, its tokenizer and where they came from."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    folder: Path | None  # None for a Hub name
+
+
+def bundled_folder(name: str) -> Path:
+    """Folder of a model that comes with the package."""
+    return Path(str(files("edgexpert"))) / "models" / name
+
+
+def resolve(name: str) -> tuple[str, Path | None]:
+    """Where a model name points to: (what transformers is given, the local folder or None for a Hub name)."""
+    if name in BUNDLED:
+        folder = bundled_folder(name)
+        if not folder.is_dir():
+            raise UserError(f"the bundled model {name} is not part of this installation; reinstall edgexpert")
+        return str(folder), folder
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"{name} has no config.json; give a folder that holds a Hugging Face checkpoint")
+        return str(path), path
+    if path.exists():
+        raise UserError(f"{name} is a file; give the folder that holds config.json and the safetensors files")
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(
+            f"there is no model {name!r}: give a bundled name ({', '.join(BUNDLED)}), a folder, or a Hub name like owner/name"
+        )
+    return name, None
+
+
+def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+    """Loads a causal language model and its tokenizer.
+
+    Raises:
+        UserError: the name leads nowhere, the checkpoint is damaged or of an unknown type, or the device is not there.
+    """
+    if dtype not in DTYPES:
+        raise UserError(f"unknown --dtype {dtype}; choose one of {', '.join(DTYPES)}")
+    check_device(device)
+    source, folder = resolve(name)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        config = AutoConfig.from_pretrained(source)
+        if folder is not None and is_packed(folder):
+            model = load_packed(folder, config, DTYPES[dtype])
+        else:
+            _check_weights(folder)
+            model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
+            missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
+            if missing:
+                raise UserError(f"the checkpoint {name} lacks {len(missing)} of the model's tensors, {missing[0]} for one; download it again")
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except UserError:
+        raise
+    except SafetensorError as error:
+        raise UserError(f"a safetensors file of {name} is damaged or truncated ({error}); download it again") from error
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(_explain(name, folder, error)) from error
+    return LoadedModel(model.to(device), tokenizer, name, folder)
+
+
+def check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UserError(f"unknown --device {device}; use cpu or cuda") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu")
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"--device {device} is not supported; use cpu or cuda")
+
+
+def _check_weights(folder: Path | None) -> None:
+    """Every safetensors file that a local checkpoint names must be there."""
+    if folder is None:
+        return
+    index = folder / "model.safetensors.index.json"
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+    for name in sorted(names):
+        if not (folder / name).is_file():
+            raise UserError(f"{folder} lacks the weight file {name}; download the checkpoint again")
+
+
+def _explain(name: str, folder: Path | None, error: Exception) -> str:
+    first_line = str(error).strip().split("\n")[0]
+    if folder is None:
+        return (
+            f"{name} could not be had from the Hub ({type(error).__name__}: {first_line[:160]}); "
+            "offline, give the folder of a downloaded checkpoint instead of its name"
+        )
+    return f"{name} cannot be loaded as a causal language model ({first_line[:200]})"

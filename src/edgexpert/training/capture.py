@@ -1,0 +1,229 @@
+"""What a target model computes on training tokens, kept on disk for the drafts that learn from it.
+
+A shard is one safetensors file with the sequences of one shard of the source, one after another. Shards are written whole
+or not at all, so an interrupted capture goes on where it stopped; memory holds one shard at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from edgexpert.errors import UserError
+from edgexpert.training.examples import Example, Source
+
+FORWARD_TOKENS = 4096  # bounds the logits that are in memory at once
+
+
+def fused_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers whose inputs EAGLE-3 fuses: low, middle, high (official code; the paper names no numbers)."""
+    layers = (2, num_layers // 2, num_layers - 3)
+    if not 2 < layers[1] < layers[2]:
+        raise UserError(f"the target has {num_layers} layers, but EAGLE-3 needs three distinct ones out of at least 7; "
+                        "use a deeper target, or the draft 'ngram', which needs no training")
+    return layers
+
+
+@contextmanager
+def _watched(target: PreTrainedModel, layers: Sequence[int]) -> Iterator[dict[int | str, Tensor]]:
+    """Keeps, at every forward pass, the inputs of ``layers`` (by number), and the input and output of ``lm_head``."""
+    seen: dict[int | str, Tensor] = {}
+
+    def keep(key: int | str) -> Any:
+        def hook(module: torch.nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            seen[key] = args[0] if args else kwargs["hidden_states"]
+        return hook
+
+    def keep_output(module: torch.nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        seen["lm_head output"] = output
+
+    blocks, head = target.get_decoder().layers, target.get_output_embeddings()
+    handles = [blocks[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in layers]
+    handles += [head.register_forward_pre_hook(keep("lm_head"), with_kwargs=True), head.register_forward_hook(keep_output)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def logit_scale(target: PreTrainedModel) -> float:
+    """The factor between what ``lm_head`` gives and the model's logits (Granite divides them), measured on a few tokens."""
+    with _watched(target, ()) as seen:
+        tokens = torch.arange(min(16, target.config.vocab_size), device=target.device)[None]
+        logits = target(input_ids=tokens, use_cache=False).logits.float()
+    output = seen["lm_head output"].float()
+    scale = float((logits * output).sum() / output.square().sum())
+    if not torch.allclose(logits, output * scale, rtol=1e-2, atol=1e-2 * float(logits.abs().max())):
+        raise UserError("the target changes its logits after lm_head by more than a constant factor, which draft training "
+                        "cannot follow; choose another target")
+    return scale
+
+
+def teacher_logits(target: PreTrainedModel, hidden: Tensor, scale: float, ids: Tensor | None = None) -> Tensor:
+    """The target's logits [..., V] of captured inputs of its ``lm_head`` [..., H]; of the tokens ``ids`` alone if given."""
+    head = target.get_output_embeddings()
+    weight, bias = head.weight, head.bias
+    if ids is not None:
+        weight, bias = weight[ids], None if bias is None else bias[ids]
+    return torch.nn.functional.linear(hidden, weight, bias) * scale
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Captured sequences side by side, padded with zeros.
+
+    Attributes:
+        tokens: int64 [B, S].
+        loss_mask: bool [B, S]; False at padding.
+        features: inputs of the three fused layers, low to high, [B, S, 3 * H].
+        hidden: inputs of the target's ``lm_head``, [B, S, H].
+        best: the target's most likely next token, int64 [B, S].
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    features: Tensor
+    hidden: Tensor
+    best: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
+
+@torch.no_grad()
+def observe(target: PreTrainedModel, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs the target on int64 [B, S]: fused features [B, S, len(layers) * H], ``lm_head`` inputs [B, S, H], best [B, S]."""
+    with _watched(target, layers) as seen:
+        logits = target(input_ids=tokens.to(target.device), use_cache=False).logits
+    return torch.cat([seen[layer] for layer in layers], -1), seen["lm_head"], logits.argmax(-1)
+
+
+def _observed(target: PreTrainedModel, examples: Sequence[Example], layers: Sequence[int], dtype: torch.dtype
+              ) -> dict[str, Tensor]:
+    """The tensors of a shard, all sequences joined: [N, ...]."""
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    rest = list(examples)
+    while rest:
+        longest, taken = 0, 0
+        while taken < len(rest) and (not taken or max(longest, len(rest[taken].tokens)) * (taken + 1) <= FORWARD_TOKENS):
+            longest, taken = max(longest, len(rest[taken].tokens)), taken + 1
+        group, rest = [example.tokens for example in rest[:taken]], rest[taken:]
+        rows = torch.nn.utils.rnn.pad_sequence(group, batch_first=True)  # attention is causal: nobody sees the padding
+        features, hidden, best = observe(target, rows, layers)
+        parts += [(features[i, :n].to(dtype).cpu(), hidden[i, :n].to(dtype).cpu(), best[i, :n].int().cpu())
+                  for i, n in enumerate(map(len, group))]
+    features, hidden, best = (torch.cat(column) for column in zip(*parts, strict=True))
+    return {
+        "tokens": torch.cat([example.tokens for example in examples]).int(),
+        "loss_mask": torch.cat([example.loss_mask for example in examples]),
+        "lengths": torch.tensor([len(example.tokens) for example in examples]),
+        "features": features, "hidden": hidden, "best": best,
+    }
+
+
+def capture(target: PreTrainedModel, source: Source, folder: Path) -> Captured:
+    """Runs the target on a source and keeps what it computes under ``folder``, going on where an earlier call stopped.
+
+    States are kept in bfloat16, or float16 where that is the target's dtype: bfloat16 holds any residual stream.
+
+    Raises:
+        UserError: the target has too few layers, the disk too little room, or the folder holds another capture.
+    """
+    layers = fused_layers(target.config.get_text_config().num_hidden_layers)
+    dtype = torch.float16 if target.dtype == torch.float16 else torch.bfloat16
+    width = target.get_output_embeddings().in_features
+    about = {"fused_layers": layers, "hidden_size": width, "vocab_size": target.config.vocab_size, "shards": len(source),
+             "tokens": source.max_tokens, "dtype": str(dtype)}
+    folder.mkdir(parents=True, exist_ok=True)
+    description = folder / "capture.json"
+    if description.exists() and json.loads(description.read_text()) != json.loads(json.dumps(about)):
+        raise UserError(f"{folder} holds states of another target or source; give an empty folder, or remove it")
+    missing = [index for index in range(len(source)) if not _shard(folder, index).exists()]
+    needed = source.max_tokens * ((len(layers) + 1) * width * dtype.itemsize + 9) * len(missing) // max(1, len(source))
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(f"the captured states need {needed:,} bytes, but {folder} has {free:,} bytes free; "
+                        "make room, choose another disk, or capture fewer tokens")
+    description.write_text(json.dumps(about))
+    target.eval()
+    for index in track(missing, "capturing"):
+        unfinished = folder / "unfinished"
+        save_file(_observed(target, source.shard(index, target), layers, dtype), unfinished)
+        unfinished.rename(_shard(folder, index))
+    return Captured(folder)
+
+
+def _shard(folder: Path, index: int) -> Path:
+    return folder / f"{index:06}.safetensors"
+
+
+class Captured:
+    """Captured sequences, read from disk as they are asked for.
+
+    Raises:
+        UserError: the capture is missing or unfinished.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        if not (folder / "capture.json").exists():
+            raise UserError(f"{folder} holds no captured states; capture them first")
+        about = json.loads((folder / "capture.json").read_text())
+        self.fused_layers: tuple[int, int, int] = tuple(about["fused_layers"])
+        self.hidden_size, self.vocab_size, self.shards = about["hidden_size"], about["vocab_size"], about["shards"]
+        absent = [index for index in range(self.shards) if not _shard(folder, index).exists()]
+        if absent:
+            raise UserError(f"{folder} lacks {len(absent)} of {self.shards} shards; run the capture again, and it goes on")
+        self.places: list[tuple[int, int, int]] = []  # shard, first token, length
+        for index in range(self.shards):
+            with safe_open(_shard(folder, index), "pt") as file:
+                start = 0
+                for length in file.get_tensor("lengths").tolist():
+                    self.places.append((index, start, length))
+                    start += length
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def longest(self) -> int:
+        return max(length for _, _, length in self.places)
+
+    def vocabulary(self, size: int) -> Tensor:
+        """The ``size`` most frequent of the learned tokens (the lower id where two tie), ascending int64 [size]."""
+        counts = torch.zeros(self.vocab_size, dtype=torch.int64)
+        for index in range(self.shards):
+            with safe_open(_shard(self.folder, index), "pt") as file:
+                learned = file.get_tensor("tokens")[file.get_tensor("loss_mask")]
+                counts += torch.bincount(learned, minlength=self.vocab_size)
+        return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+    def batch(self, indices: Sequence[int], length: int) -> Batch:
+        """The named sequences, cut or padded to ``length`` tokens."""
+        states = {"tokens": torch.zeros(len(indices), length, dtype=torch.int64),
+                  "loss_mask": torch.zeros(len(indices), length, dtype=torch.bool),
+                  "best": torch.zeros(len(indices), length, dtype=torch.int64)}
+        for row, sequence in enumerate(indices):
+            index, start, stored = self.places[sequence]
+            n = min(stored, length)
+            with safe_open(_shard(self.folder, index), "pt") as file:
+                for name in ("tokens", "loss_mask", "best", "features", "hidden"):
+                    part = file.get_slice(name)[start : start + n]
+                    if name not in states:
+                        states[name] = part.new_zeros(len(indices), length, part.shape[-1])
+                    states[name][row, :n] = part
+        return Batch(**states)

@@ -1,0 +1,112 @@
+"""`edgexpert train draft`: an EAGLE-3 draft for any target, from its captured states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from edgexpert.errors import UserError
+from edgexpert.speculation.checkpoint import save_eagle3
+from edgexpert.speculation.eagle3 import Eagle3Config, Eagle3Model
+from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits
+from edgexpert.training.loop import DraftRecipe, fit, has_checkpoint
+from edgexpert.training.unroll import Depth, UnrolledAttention, head_loss, learn_unrolled
+
+
+def draft_config(target: PreTrainedModel, recipe: DraftRecipe, captured: Captured) -> Eagle3Config:
+    """Sizes of a draft for a target: its hidden size, attention heads and vocabulary, unless the recipe says otherwise."""
+    config = target.config.get_text_config()
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    if (captured.hidden_size, captured.vocab_size) != (hidden, vocabulary):
+        raise UserError(f"the states in {captured.folder} are of another target; capture this one's")
+    size = recipe.draft_vocab or vocabulary
+    if size > vocabulary:
+        raise UserError(f"a draft vocabulary of {size} is larger than the target's {vocabulary}; give at most that")
+    heads = recipe.num_attention_heads or config.num_attention_heads
+    keys = recipe.num_key_value_heads or heads
+    if hidden % (2 * heads) or heads % keys:
+        raise UserError(f"{heads} attention heads with {keys} key/value heads do not divide a hidden size of {hidden}; "
+                        "choose numbers that do")
+    rope = getattr(config, "rope_parameters", None) or {}
+    return Eagle3Config(
+        hidden_size=hidden, intermediate_size=recipe.intermediate_size or 3 * hidden, num_attention_heads=heads,
+        num_key_value_heads=keys, head_dim=hidden // heads, vocab_size=vocabulary, draft_vocab_size=size,
+        target_hidden_size=hidden, fused_layers=captured.fused_layers, rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=config.max_position_embeddings, rope_theta=rope.get("rope_theta", 10000.0))
+
+
+def new_draft(config: Eagle3Config, target: PreTrainedModel) -> Eagle3Model:
+    """A draft for training: the target's embedding, frozen, and NaN in every other weight until it is initialised or loaded,
+    so that a weight that was missed cannot go unnoticed."""
+    embedding = cast(Tensor, target.get_input_embeddings().weight).detach().float()
+    draft = Eagle3Model(config, embedding)
+    draft.midlayer.self_attn = UnrolledAttention(config)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.requires_grad:
+                parameter.fill_(torch.nan)
+    return draft.to(target.device)
+
+
+@torch.no_grad()
+def initialise(draft: Eagle3Model, target: PreTrainedModel, scale: float, ids: Tensor, seed: int) -> None:
+    """First weights: the output head is the target's own for its ``ids``, the rest is random."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in draft.modules():
+        if isinstance(module, nn.RMSNorm):
+            module.weight.fill_(1.0)
+        elif isinstance(module, nn.Linear):
+            drawn = torch.randn(module.weight.shape, generator=generator) * module.in_features**-0.5
+            module.weight.copy_(drawn)
+    draft.lm_head.weight.copy_(target.get_output_embeddings().weight[ids] * scale)
+
+
+def train_draft(
+    target: PreTrainedModel,
+    recipe: DraftRecipe,
+    states: Path,
+    out: Path,
+    *,
+    evaluate: Callable[[Eagle3Model], float] | None = None,
+    format: Literal["official", "speculators"] = "official",
+    compile: bool = False,
+    checkpoint_every: int = 200,
+    stop_at: int | None = None,
+) -> Path:
+    """Trains ``recipe`` on the states that `capture` kept of ``target``, resuming from ``out`` when it holds a checkpoint.
+
+    Args:
+        evaluate: acceptance length of a draft by real decoding, asked with every checkpoint.
+        compile: fuses the loss with torch.compile, which needs a C++ compiler.
+        stop_at: stop after this many steps, with a checkpoint, as an interruption would.
+
+    Returns the folder of the finished draft (``out/draft``), or the checkpoint when stopped early.
+    """
+    captured = Captured(states)
+    draft = new_draft(draft_config(target, recipe, captured), target)
+    scale = logit_scale(target)
+    if not has_checkpoint(out):
+        if draft.d2t is not None:  # only ever for a new draft: another map under trained weights would be noise
+            draft.set_vocabulary(captured.vocabulary(len(draft.d2t)).to(draft.d2t.device))
+        initialise(draft, target, scale, draft.to_target(torch.arange(draft.config.draft_vocab_size)), recipe.seed)
+    head = head_loss(draft.logits)
+    if compile:
+        head = torch.compile(head)
+
+    def learn(batch: Batch) -> list[Depth]:
+        ids = None if draft.d2t is None else draft.to_target(torch.arange(len(draft.d2t), device=draft.d2t.device))
+        with torch.no_grad():
+            teacher = teacher_logits(target, batch.hidden, scale, ids).float().log_softmax(-1)
+        return learn_unrolled(draft, head, batch, teacher, recipe.ttt, recipe.step_decay)
+
+    finished = fit(draft, learn, recipe, captured, out, evaluate=None if evaluate is None else lambda: evaluate(draft),
+                   checkpoint_every=checkpoint_every, stop_at=stop_at)
+    if not finished:
+        return out / "checkpoint.pt"
+    save_eagle3(draft, out / "draft", format)
+    return out / "draft"
