@@ -11,8 +11,8 @@ from edgexpert.speculation.tree import Level, build_tree, top_log_probs
 from edgexpert.stage import TokenTree
 
 
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _join(past: KeyValue, new: KeyValue) -> KeyValue:
+    return torch.cat([past[0], new[0]], -2), torch.cat([past[1], new[1]], -2)
 
 
 class Eagle3Draft:
@@ -28,47 +28,64 @@ class Eagle3Draft:
         self.model = model
         self.fused_layers: tuple[int, ...] = model.config.fused_layers
         self.bytes_read = 0.0
-        parts = {name: _bytes(list(child.parameters())) for name, child in model.named_children()}
-        self._fuse_bytes = sum(parts.get(name, 0) for name in ("fc", "input_norm", "fc_norm"))
-        self._step_bytes = sum(parts[name] for name in ("midlayer", "norm", "lm_head"))
+        size = {name: sum(weight.nbytes for weight in part.parameters()) for name, part in model.named_children()}
+        self._fuse_bytes = sum(size.get(name, 0) for name in ("input_norm", "fc_norm", "fc"))
+        self._step_bytes = size["midlayer"]
+        self._head_bytes = size["norm"] + size["lm_head"]
         self.reset()
 
     def reset(self) -> None:
         """Forgets the text."""
-        weight = self.model.fc.weight
+        config, weight = self.model.config, self.model.fc.weight
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)  # observed, not in the cache yet
-        self._hidden = weight.new_empty(0, self.model.config.hidden_size)  # their fused features
-        heads, width = self.model.config.num_key_value_heads, self.model.config.head_dim
-        self._past: KeyValue = (weight.new_empty(heads, 0, width), weight.new_empty(heads, 0, width))
+        self._hidden = weight.new_empty(0, config.hidden_size)  # their fused features
+        nothing = weight.new_empty(config.num_key_value_heads, 0, config.head_dim)
+        self._past: KeyValue = (nothing, nothing)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n], with target features [n, 3 * Ht]."""
-        assert features is not None, "EAGLE-3 drafts from the target's features"
+        assert features is not None
+        assert len(tokens) == len(features)
         self._tokens = torch.cat([self._tokens, tokens.to(self._tokens)])
         self._hidden = torch.cat([self._hidden, self.model.fuse(features.to(self._hidden))])
         self.bytes_read += self._fuse_bytes
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def propose(self, root: int, shape: TreeShape) -> TokenTree:
         """A tree of at most ``shape.size`` candidates below ``root``."""
-        assert len(self._tokens) > 0, "each proposal needs the target's features of the token before it"
-        length = self._past[0].shape[-2]
-        follow = torch.cat([self._tokens[1:], self._tokens.new_tensor([root])])
-        state, new = self._step(follow, self._hidden, length, self._past)
-        self._past = _join(self._past, new)
+        assert len(self._tokens) > 0, "the target's feature of the token before the root is needed"
+        start = self._past[0].shape[-2]
+        tokens = torch.cat([self._tokens[1:], self._tokens.new_tensor([root])])
+        positions = torch.arange(start, start + len(tokens), device=tokens.device)
+        states, new = self._step(tokens, self._hidden, positions, self._past, None)
+        self._past = past = _join(self._past, new)
         self._tokens, self._hidden = self._tokens[:0], self._hidden[:0]
 
-        hidden, past = state[-1:], self._past  # states of a level's nodes [n, H]; keys and values that grow with the levels
-        stable = past[0].shape[-2]
-        ancestry = torch.empty(1, 0, dtype=torch.bool, device=hidden.device)  # [n, drafted tokens in past]
+        length = start + len(tokens)
+        states = states[-1:]  # of the nodes of a level, [n, H]
+        ancestors = torch.empty(1, 0, dtype=torch.bool, device=tokens.device)  # among drafted tokens, [n, drafted]
+        depth = 0
 
         def expand(level: Level) -> tuple[Tensor, Tensor]:
-            nonlocal hidden, past, ancestry
-            drafted = past[0].shape[-2] - stable
-            tokens, parents = level.tokens.to(hidden.device), level.parents.to(hidden.device)
-            if expand.depth > 0:  # type: ignore[attr-defined]
-                pass
-            return tokens, parents
+            nonlocal states, past, ancestors, depth
+            if depth > 0:
+                tokens, parents = level.tokens.to(states.device), level.parents.to(states.device)
+                itself = torch.eye(len(tokens), dtype=torch.bool, device=states.device)
+                ancestors = torch.cat([ancestors[parents], itself], 1)
+                mask = torch.cat([ancestors.new_ones(len(tokens), length), ancestors], 1)
+                positions = torch.full_like(tokens, length + depth - 1)
+                states, new = self._step(tokens, states[parents], positions, past, mask)
+                past = _join(past, new)
+            depth += 1
+            self.bytes_read += self._head_bytes
+            draft_ids, log_probs = top_log_probs(self.model.logits(states), shape.top_k)
+            return self.model.to_target(draft_ids), log_probs
 
         return build_tree(root, expand, shape)
+
+    def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, past: KeyValue,
+              mask: Tensor | None) -> tuple[Tensor, KeyValue]:
+        rows = len(tokens.unique())
+        self.bytes_read += self._step_bytes + rows * self.model.embed_tokens.weight[0].nbytes
+        return self.model.step(tokens, hidden, positions, past, mask)

@@ -1,0 +1,108 @@
+"""A smaller causal language model as draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from edgexpert.errors import UserError
+from edgexpert.speculation.draft import TreeShape
+from edgexpert.speculation.tree import Level, build_tree, top_log_probs
+from edgexpert.stage import TokenTree
+
+
+def load_causal_draft(name: str | Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, dtype: torch.dtype,
+                      device: torch.device | str = "cpu") -> CausalDraft:
+    """Loads a causal language model from a folder or the Hub.
+
+    Args:
+        tokenizer: the target's; the draft's must have the same tokens.
+        vocab_size: the target's.
+
+    Raises:
+        UserError: it cannot be loaded, has another vocabulary, or keeps a state that cannot be cut back.
+    """
+    try:
+        own = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name} holds no causal language model with tokenizer that can be a draft; "
+                        "give a folder that transformers can load.") from error
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"The draft {name} has another vocabulary than the model; give a draft that shares its tokenizer.")
+    return CausalDraft(model, vocab_size)
+
+
+class CausalDraft:
+    """Drafts with a causal language model. Its cache holds committed tokens; those of a tree last for one tree.
+
+    Args:
+        vocab_size: the target's; token ids from there on, which some models have as padding, are never drafted.
+    """
+
+    name = "causal"
+    fused_layers: tuple[int, ...] = ()
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
+        if getattr(model, "_is_stateful", False):
+            raise UserError("A recurrent model cannot take back drafted tokens; give a draft with attention alone.")
+        self.model = model
+        self.vocab_size = vocab_size
+        self.bytes_read = 0.0
+        weights = {weight.data_ptr(): weight for weight in model.parameters()}
+        embedding = model.get_input_embeddings().weight
+        head = model.get_output_embeddings()
+        tied = head is not None and head.weight is embedding
+        self._row_bytes = 0 if tied else embedding[0].nbytes
+        self._step_bytes = sum(weight.nbytes for weight in weights.values()) - (0 if tied else embedding.nbytes)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the text."""
+        self._cache = DynamicCache()
+        self._tokens: list[int] = []  # observed, not in the cache yet
+
+    def observe(self, tokens: Tensor, features: Tensor | None) -> None:
+        """Takes in committed tokens, int64 [n]."""
+        self._tokens += tokens.tolist()
+
+    @torch.no_grad()
+    def propose(self, root: int, shape: TreeShape) -> TokenTree:
+        """A tree of at most ``shape.size`` candidates below ``root``."""
+        device = self.model.device
+        start = self._cache.get_seq_length()
+        committed = start + len(self._tokens)
+        tokens = torch.tensor([*self._tokens, root], device=device)
+        causal = torch.ones(len(tokens), committed + 1, dtype=torch.bool, device=device).tril(start)
+        logits = self._forward(tokens, torch.arange(start, committed + 1, device=device), causal)[-1:]
+        self._tokens = []
+        ancestors = torch.empty(1, 0, dtype=torch.bool, device=device)  # among drafted tokens, [n, drafted]
+        depth = 0
+
+        def expand(level: Level) -> tuple[Tensor, Tensor]:
+            nonlocal logits, ancestors, depth
+            if depth > 0:
+                tokens = level.tokens.to(device)
+                itself = torch.eye(len(tokens), dtype=torch.bool, device=device)
+                ancestors = torch.cat([ancestors[level.parents.to(device)], itself], 1)
+                mask = torch.cat([ancestors.new_ones(len(tokens), committed + 1), ancestors], 1)
+                logits = self._forward(tokens, torch.full_like(tokens, committed + depth), mask)
+            depth += 1
+            return top_log_probs(logits, shape.top_k)
+
+        tree = build_tree(root, expand, shape)
+        self._cache.crop(committed)
+        return tree
+
+    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Logits [n, V] of tokens [n] that see, by ``mask`` [n, cached + n], the cache and one another."""
+        self.bytes_read += self._step_bytes + len(tokens.unique()) * self._row_bytes
+        bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
+        bias.masked_fill_(~mask, torch.finfo(bias.dtype).min)
+        out = self.model(input_ids=tokens[None], position_ids=positions[None], attention_mask=bias[None, None],
+                         past_key_values=self._cache, use_cache=True)
+        logits: Tensor = out.logits[0, :, :self.vocab_size]
+        return logits
