@@ -27,13 +27,13 @@ def load_causal_draft(name: str | Path, tokenizer: PreTrainedTokenizerBase, voca
     """
     try:
         own = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
         raise UserError(f"{name} holds no causal language model with tokenizer that can be a draft; "
                         "give a folder that transformers can load.") from error
     if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"The draft {name} has another vocabulary than the model; give a draft that shares its tokenizer.")
-    return CausalDraft(model, vocab_size)
+    return CausalDraft(model.to(device), vocab_size)  # type: ignore[arg-type]
 
 
 class CausalDraft:
@@ -52,12 +52,12 @@ class CausalDraft:
         self.model = model
         self.vocab_size = vocab_size
         self.bytes_read = 0.0
-        weights = {weight.data_ptr(): weight for weight in model.parameters()}
+        weights = sum(weight.nbytes for weight in model.parameters())  # tied weights come once
         embedding = model.get_input_embeddings().weight
-        head = model.get_output_embeddings()
-        tied = head is not None and head.weight is embedding
+        assert isinstance(embedding, Tensor)
+        tied = model.config.tie_word_embeddings  # then the head reads them all
         self._row_bytes = 0 if tied else embedding[0].nbytes
-        self._step_bytes = sum(weight.nbytes for weight in weights.values()) - (0 if tied else embedding.nbytes)
+        self._step_bytes = weights - (0 if tied else embedding.nbytes)
         self.reset()
 
     def reset(self) -> None:
@@ -99,7 +99,7 @@ class CausalDraft:
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         """Logits [n, V] of tokens [n] that see, by ``mask`` [n, cached + n], the cache and one another."""
-        self.bytes_read += self._step_bytes + len(tokens.unique()) * self._row_bytes
+        self.bytes_read += self._step_bytes + len(set(tokens.tolist())) * self._row_bytes
         bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
         bias.masked_fill_(~mask, torch.finfo(bias.dtype).min)
         out = self.model(input_ids=tokens[None], position_ids=positions[None], attention_mask=bias[None, None],

@@ -86,6 +86,6 @@ class Eagle3Draft:
 
     def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, past: KeyValue,
               mask: Tensor | None) -> tuple[Tensor, KeyValue]:
-        rows = len(tokens.unique())
+        rows = len(set(tokens.tolist()))
         self.bytes_read += self._step_bytes + rows * self.model.embed_tokens.weight[0].nbytes
         return self.model.step(tokens, hidden, positions, past, mask)
