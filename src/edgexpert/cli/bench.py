@@ -1,0 +1,173 @@
+"""`edgexpert bench`: policies side by side on the same prompts."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from edgexpert.cli.options import Json, Options, shared_options
+from edgexpert.cli.plot import draw_comparison, require_matplotlib
+from edgexpert.cli.show import NOTHING, print_json, print_line, print_rich, readable_bytes, readable_number, table
+from edgexpert.errors import UserError
+
+if TYPE_CHECKING:
+    from edgexpert.engine import Engine
+    from edgexpert.generation import Generation
+    from edgexpert.speculation.sampling import SamplingParams
+
+PROMPTS = (
+    "Once upon a time, a little fox",
+    "One sunny morning, Lily and her grandmother",
+    "The old bear was hungry, so he",
+    "There was once a king who had three sons.",
+)
+WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one policy did on all prompts. Bytes are expert bytes for each output token."""
+
+    policy: str
+    generations: Sequence[Generation]
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(g.new_tokens for g in self.generations)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.new_tokens / sum(g.timing.total_s for g in self.generations)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        stages = sum(g.speculation.stages for g in self.generations)
+        return sum(g.speculation.emitted for g in self.generations) / stages if stages else None
+
+    @property
+    def prefill_bytes(self) -> float:
+        return sum(g.traffic.prefill["experts"] for g in self.generations) / self.new_tokens
+
+    @property
+    def decode_bytes(self) -> float:
+        return sum(g.traffic.decode["experts"] for g in self.generations) / self.new_tokens
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "policy": self.generations[0].policy,
+            "prompts": len(self.generations),
+            "new_tokens": self.new_tokens,
+            "tokens_per_second": self.tokens_per_second,
+            "acceptance_length": self.acceptance_length,
+            "expert_bytes_per_token": {
+                "prefill": self.prefill_bytes, "decode": self.decode_bytes, "total": self.prefill_bytes + self.decode_bytes
+            },
+            "approximations": self.generations[0].approximations,
+        }
+
+
+@shared_options(without=["policy"])
+def bench(
+    options: Options,
+    policies: Annotated[
+        str, typer.Option(metavar="A,B,C", help="Policies to compare.")
+    ] = "exact,pruned,reuse,coalesced,edgexpert",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help='One prompt a line, or JSON lines with "prompt". [default: four story openings]',
+                     show_default=False),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a bar chart into this .png, .svg or .pdf.", show_default=False)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compare policies on the same prompts."""
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if not names:
+        raise UserError("no policy is given; list some after --policies, with commas between them")
+    texts = list(PROMPTS) if prompts is None else read_prompts(prompts)
+    if plot is not None:
+        require_matplotlib(plot)
+    for name in names:
+        options.policy_named(name)
+    params = options.sampling
+    engine = options.load()
+    measured = measure(engine, options, params, names, texts)
+    if plot is not None:
+        draw_comparison(measured, plot)
+    if json:
+        print_json({"model": engine.name, "draft": measured[0].generations[0].draft,
+                    "policies": [row.to_json() for row in measured], "notes": engine.notes})
+    else:
+        print_comparison(measured)
+        for note in engine.notes:
+            print_line(f"note: {note}")
+
+
+def measure(
+    engine: Engine, options: Options, params: SamplingParams, names: Sequence[str], prompts: Sequence[str]
+) -> list[Measured]:
+    """Every policy on every prompt, after a short warm-up of each policy that does not count."""
+    warm_up = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
+    measured = []
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("measuring", total=len(names) * len(prompts))
+        for name in names:
+            engine.set_policy(options.policy_named(name))
+            engine.generate(prompts[0], warm_up, options.tree)
+            generations = []
+            for prompt in prompts:
+                generations.append(engine.generate(prompt, params, options.tree))
+                progress.advance(task)
+            measured.append(Measured(name, generations))
+    return measured
+
+
+def print_comparison(measured: Sequence[Measured]) -> None:
+    """A row a policy; what is saved is against the first."""
+    first = measured[0].prefill_bytes + measured[0].decode_bytes
+    rows = table("policy", "tokens/s", "acceptance length", "prefill", "decode", "total", "saved")
+    for row in measured:
+        total = row.prefill_bytes + row.decode_bytes
+        saved = NOTHING if row is measured[0] else f"{100 * (1 - total / first):.1f} %"
+        rows.add_row(row.policy, readable_number(row.tokens_per_second), readable_number(row.acceptance_length),
+                     readable_bytes(row.prefill_bytes), readable_bytes(row.decode_bytes), readable_bytes(total), saved)
+    print_rich(rows)
+    count = len(measured[0].generations)
+    print_line(f"prefill, decode and total are expert bytes per output token, over {count} prompt{'s' * (count != 1)}; "
+               f"saved is against {measured[0].policy}")
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Prompts of a file: one a line, or where a line is a JSON object, its ``prompt``."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"the prompts file {file} cannot be read ({error.strerror}); give a text file") from None
+    except UnicodeError:
+        raise UserError(f"the prompts file {file} is not UTF-8 text; convert it first") from None
+    prompts = [_prompt_of(line, number, file) for number, line in enumerate(lines, 1) if line.strip()]
+    if not prompts:
+        raise UserError(f"the prompts file {file} is empty; give one prompt a line")
+    return prompts
+
+
+def _prompt_of(line: str, number: int, file: Path) -> str:
+    if not line.lstrip().startswith("{"):
+        return line
+    try:
+        prompt = jsonlib.loads(line)["prompt"]
+    except (ValueError, KeyError):
+        prompt = None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise UserError(f'line {number} of {file} is not a JSON object with a text in "prompt"; correct or remove it')
+    return prompt

@@ -1,0 +1,115 @@
+"""`edgexpert chat`: a conversation, or a text that grows in turns where the model has no chat template."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from edgexpert.cli.options import Options, shared_options
+from edgexpert.cli.show import print_generation, print_line, print_piece
+from edgexpert.errors import UserError
+
+if TYPE_CHECKING:
+    from edgexpert.engine import Engine, Prompt
+    from edgexpert.generation import Generation
+    from edgexpert.speculation.sampling import SamplingParams
+
+HELP = """\
+/reset         forget the conversation
+/policy NAME   answer under another policy (exact, pruned, reuse, coalesced, edgexpert)
+/stats         what the last answer cost
+/help          this list
+/quit          leave (so does end of input)"""
+
+
+class Conversation:
+    """History of a chat, and the turn that is going on.
+
+    With a chat template the history is messages. Without one it is the text so far: a turn adds a line, the model goes on.
+    """
+
+    def __init__(self, engine: Engine, options: Options, params: SamplingParams) -> None:
+        self.engine = engine
+        self.options = options
+        self.params = params
+        self.messages: list[dict[str, str]] = []
+        self.last: Generation | None = None
+
+    @property
+    def has_template(self) -> bool:
+        return self.engine.tokenizer.chat_template is not None
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.messages if self.has_template else "\n".join(message["content"] for message in self.messages)
+
+    def answer(self, text: str) -> None:
+        """One turn, printed as it is produced. Ctrl-C ends the answer and keeps what there is."""
+        self.messages.append({"role": "user", "content": text})
+        try:
+            stream = self.engine.stream(self.prompt, self.params, self.options.tree)
+        except UserError as error:
+            self.messages.pop()
+            raise UserError(f"{error} (/reset starts over)") from None
+        produced = ""
+        try:
+            for piece in stream:
+                produced += piece
+                print_piece(piece)
+        except KeyboardInterrupt:
+            pass
+        print_piece("\n")
+        if produced:
+            self.last = stream.generation
+            self.messages.append({"role": "assistant", "content": produced})
+        else:
+            self.messages.pop()
+
+    def command(self, line: str) -> None:
+        """A line that starts with a slash."""
+        name, _, argument = line.partition(" ")
+        match name:
+            case "/reset":
+                self.messages.clear()
+                print_line("The conversation starts over.")
+            case "/policy":
+                self.engine.set_policy(self.options.policy_named(argument.strip()))
+                print_line(f"From now on: {'; '.join(self.engine.policy.approximations()) or 'nothing approximated'}.")
+            case "/stats" if self.last is None:
+                print_line("There is no answer yet.")
+            case "/stats":
+                print_generation(self.last)
+            case "/help":
+                print_line(HELP)
+            case _:
+                raise UserError(f"there is no command {name}; /help lists them")
+
+
+@shared_options()
+def chat(options: Options) -> None:
+    """Talk with a model; /help lists what else you can say."""
+    params = options.sampling
+    conversation = Conversation(options.load(), options, params)
+    for note in conversation.engine.notes:
+        print_line(f"note: {note}")
+    if not conversation.has_template:
+        print_line(f"note: {options.model} has no chat template, so it goes on from the text so far instead of answering")
+    print_line("/help lists the commands, /quit leaves.")
+    while (line := _read_line()) not in (None, "/quit"):
+        try:
+            if line.startswith("/"):
+                conversation.command(line)
+            elif line:
+                conversation.answer(line)
+        except UserError as error:
+            print_line(str(error))
+
+
+def _read_line() -> str | None:
+    """What the user says; None at the end of the input."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print_piece("\n")
+        return None
+    except UnicodeError:
+        raise UserError("the input is not UTF-8 text; convert it first") from None

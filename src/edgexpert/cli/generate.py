@@ -1,0 +1,54 @@
+"""`edgexpert generate`: answer one prompt."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from edgexpert.cli.options import Json, Options, shared_options
+from edgexpert.cli.show import print_generation, print_json, print_piece
+from edgexpert.errors import UserError
+
+
+@shared_options()
+def generate(
+    options: Options,
+    prompt: Annotated[str | None, typer.Argument(help="Text to go on from; standard input when left out.")] = None,
+    json: Json = False,
+) -> None:
+    """Go on from a prompt, and say what it cost."""
+    text = read_prompt(prompt)
+    params, shape = options.sampling, options.tree
+    stream = options.load().stream(text, params, shape)
+    produced, interrupted = False, False
+    try:
+        for piece in stream:
+            produced = True
+            if not json:
+                print_piece(piece)
+    except KeyboardInterrupt:
+        if not produced:
+            raise
+        interrupted = True
+    generation = stream.generation
+    if json:
+        print_json(generation.to_json())
+    else:
+        print_piece("\n\n")
+        print_generation(generation)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def read_prompt(argument: str | None) -> str:
+    """The prompt, from standard input without its last line ends where there is no argument."""
+    try:
+        prompt = sys.stdin.read().rstrip("\r\n") if argument is None else argument
+        prompt.encode()
+    except UnicodeError:
+        raise UserError("the prompt is not UTF-8 text; convert it first") from None
+    if not prompt.strip():
+        raise UserError("the prompt is empty; give some text to go on from")
+    return prompt

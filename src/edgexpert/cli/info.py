@@ -1,0 +1,104 @@
+"""`edgexpert info`: what a model is made of, and what EdgeXpert would do with it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from edgexpert.cli.options import MODEL_HELP, DraftName, Json
+from edgexpert.cli.show import print_json, print_line, print_rich, readable_bytes, table
+from edgexpert.errors import UserError
+
+if TYPE_CHECKING:
+    from edgexpert.model.host import HostedModel
+    from edgexpert.model.loading import LoadedModel
+
+
+def info(
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = "stories",
+    draft: DraftName = "auto",
+    json: Json = False,
+) -> None:
+    """Show what a model is made of, whether a draft fits it, and the hyperparameters chosen for it."""
+    from edgexpert.model.host import HostedModel
+    from edgexpert.model.loading import load_model
+
+    loaded = load_model(model, dtype="auto")
+    facts = describe(model, loaded, HostedModel(loaded.model), draft)
+    if json:
+        print_json(facts)
+    else:
+        print_facts(facts)
+
+
+def describe(name: str, loaded: LoadedModel, host: HostedModel, draft: str) -> dict[str, Any]:
+    """Facts about a model; bytes are those of its weights in the checkpoint's own dtype."""
+    shape = host.blocks[0].shape
+    return {
+        "model": name,
+        "family": host.config.model_type,
+        "layers": host.layers,
+        "moe_layers": len(host.blocks),
+        "experts": host.num_experts,
+        "top_k": host.top_k,
+        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
+        "dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "context": host.max_context,
+        "chat_template": loaded.tokenizer.chat_template is not None,
+        "bytes": host.sizes,
+        "expert_bytes": shape.expert,
+        "expert_bytes_per_token_plain": host.plain_decode_expert_bytes,
+        "draft": _try_draft(draft, loaded),
+        "hyperparameters": asdict(host.policy.hyperparameters),
+        "policies": ["exact"] if any(block.form is None for block in host.blocks) else _policies(),
+    }
+
+
+def _policies() -> list[str]:
+    from edgexpert.policy import PRESETS
+
+    return list(PRESETS)
+
+
+def _try_draft(name: str, loaded: LoadedModel) -> dict[str, Any]:
+    """Which draft would run, or why none does."""
+    from edgexpert.speculation.loading import load_draft
+
+    try:
+        draft, notes = load_draft(name, loaded.model, loaded.tokenizer, loaded.folder)
+    except UserError as error:
+        return {"asked_for": name, "fits": False, "reason": str(error)}
+    return {"asked_for": name, "fits": True, "kind": draft.name if draft else "none", "notes": notes}
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """The facts as three small tables: the model, its bytes, its hyperparameters."""
+    rows = table("model", facts["model"])
+    for label, value in {
+        "family": facts["family"],
+        "layers": f"{facts['layers']}, {facts['moe_layers']} with experts",
+        "experts": f"{facts['experts']}, {facts['top_k']} for each token",
+        "parameters": f"{facts['parameters']:,} in {facts['dtype']}",
+        "context": f"{facts['context']:,} tokens",
+        "chat template": "yes" if facts["chat_template"] else "no",
+        "one expert": readable_bytes(facts["expert_bytes"]),
+        "plain decoding": f"{readable_bytes(facts['expert_bytes_per_token_plain'])} of experts per token",
+    }.items():
+        rows.add_row(label, value)
+    print_rich(rows)
+    sizes = table("\nbytes by part", "")
+    for part, size in facts["bytes"].items():
+        sizes.add_row(part.replace("_", " "), readable_bytes(size))
+    print_rich(sizes)
+    chosen = table("\nhyperparameters", "")
+    for name, value in facts["hyperparameters"].items():
+        chosen.add_row(name, str(value))
+    print_rich(chosen)
+    print_line("\npolicies: " + ", ".join(facts["policies"]))
+    draft = facts["draft"]
+    verdict = f"fits ({draft['kind']})" if draft["fits"] else f"does not fit: {draft['reason']}"
+    print_line(f"draft {draft['asked_for']}: {verdict}")
+    for note in draft.get("notes", ()):
+        print_line(f"note: {note}")

@@ -1,0 +1,63 @@
+"""The command line. PyTorch and transformers are imported by the commands that need them, so that help is quick."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from edgexpert.cli import bench, chat, generate, info, train
+from edgexpert.errors import UserError
+
+INTERRUPTED = 130
+
+
+class Commands(TyperGroup):
+    """Turns what a user can put right into one sentence and exit code 2, and Ctrl-C into exit code 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(f"edgexpert: {error}", err=True)
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Mixture-of-experts language models with speculative decoding, moving as few weight bytes as possible.",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its help cuts long option names short
+    pretty_exceptions_enable=False,
+)
+app.command()(generate.generate)
+app.command()(chat.chat)
+app.command()(bench.bench)
+app.command()(info.info)
+app.add_typer(train.app, name="train")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"edgexpert {version('edgexpert')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _everywhere(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The console script."""
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show a character shows "?"
+    app(prog_name="edgexpert")

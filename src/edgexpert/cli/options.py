@@ -1,0 +1,134 @@
+"""The options that commands share, defined once: each command receives them as one `Options` object."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from edgexpert.engine import Engine
+    from edgexpert.policy import Policy
+    from edgexpert.speculation.draft import TreeShape
+    from edgexpert.speculation.sampling import SamplingParams
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the checkpoint's own).")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+DraftName = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="auto, none, ngram, or the folder or Hub name of an EAGLE-3 draft or of a smaller causal model.",
+    ),
+]
+MODEL_HELP = "A bundled name, a folder, or a Hub name."
+
+
+def _setting(help: str) -> Any:
+    return typer.Option(help=f"{help} [default: as the policy says]", show_default=False)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run, under which policy, and how to pick tokens. A policy setting of None is left to the policy."""
+
+    model: Annotated[str, typer.Option(metavar="NAME", help=MODEL_HELP)] = "stories"
+    draft: DraftName = "auto"
+    dtype: Dtype = "float32"
+    device: Device = "cpu"
+    encoder: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Folder or Hub name of a BERT-like encoder for prompt-wise expert reuse. "
+                                          "[default: the bundled MiniLM]", show_default=False),
+    ] = None
+
+    policy: Annotated[str, typer.Option(metavar="NAME", help="exact, pruned, reuse, coalesced or edgexpert.")] = "exact"
+    coarse_pruning: Annotated[bool | None, _setting("Skip experts that only unlikely candidates want.")] = None
+    fine_pruning: Annotated[bool | None, _setting("Skip channels that matter little to a token.")] = None
+    prompt_wise_expert_reuse: Annotated[bool | None, _setting("Unimportant prompt tokens reuse loaded experts.")] = None
+    depth_aware_coalescing: Annotated[bool | None, _setting("Candidates of one depth share channels.")] = None
+    computational_calibration: Annotated[bool | None, _setting("Compute on every loaded channel.")] = None
+    k_min: Annotated[int | None, _setting("Experts that a minor prompt token may choose among.")] = None
+    n_min: Annotated[int | None, _setting("Experts that a minor prompt token gets.")] = None
+    k_tri: Annotated[int | None, _setting("Experts that a trivial prompt token may choose among.")] = None
+    n_tri: Annotated[int | None, _setting("Experts that a trivial prompt token gets.")] = None
+    theta1: Annotated[float | None, _setting("Weight from which a prompt token is major.")] = None
+    theta2: Annotated[float | None, _setting("Weight from which a prompt token is minor, not trivial.")] = None
+    selection_ratio: Annotated[float | None, _setting("Share of its score that a coalesced channel must reach.")] = None
+    keep_channels: Annotated[float | None, _setting("Share of a token's importance that fine pruning keeps.")] = None
+    keep_mass: Annotated[float | None, _setting("Share of the path probability that coarse pruning keeps.")] = None
+    importance: Annotated[str | None, _setting("How prompt attention becomes a weight: mean, max or quantile.")] = None
+    token_weight: Annotated[str | None, _setting("How coalescing weighs candidates: routing, path or attention.")] = None
+
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to produce at most.")] = 128
+    temperature: Annotated[float, typer.Option(help="0 picks the likeliest token.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 for all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this share of the probability.")] = 1.0
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens of the text so far less likely.")] = 1.0
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None
+
+    tree_size: Annotated[int, typer.Option(help="Candidates in a tree, its root not counted; 0 for none.", min=0)] = 64
+    tree_depth: Annotated[int, typer.Option(help="Longest path of candidates.", min=1)] = 6
+    tree_top_k: Annotated[int, typer.Option(help="Children of a candidate at most; 1 gives a chain.", min=1)] = 10
+
+    def load(self) -> Engine:
+        """The engine that these options ask for. What can be checked without the model is checked first."""
+        policy = self.policy_named(self.policy)
+        import edgexpert
+
+        return edgexpert.load(
+            self.model, draft=self.draft, policy=policy, dtype=self.dtype, device=self.device, encoder=self.encoder
+        )
+
+    def policy_named(self, name: str) -> Policy:
+        """A policy by name, with the switches and hyperparameters of the command line."""
+        from edgexpert import policy
+
+        values = {field.name: getattr(self, field.name, None) for field in fields(policy.Policy) if field.name != "name"}
+        return replace(policy.policy_named(name), **{field: value for field, value in values.items() if value is not None})
+
+    @property
+    def sampling(self) -> SamplingParams:
+        from edgexpert.speculation.sampling import SamplingParams
+
+        values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
+        return SamplingParams(**values | {"stop": tuple(self.stop or ())})
+
+    @property
+    def tree(self) -> TreeShape:
+        from edgexpert.speculation.draft import TreeShape
+
+        return TreeShape(self.tree_size, self.tree_depth, self.tree_top_k)
+
+
+def shared_options(without: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command every field of `Options` as an option, except those ``without``; it receives them as ``options``."""
+    hints = get_type_hints(Options, include_extras=True)
+    shared = {field.name: field.default for field in fields(Options) if field.name not in without}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own_hints = get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items()
+            if name != "options"
+        ]
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            for name, default in shared.items()
+        ]
+
+        def run(**values: Any) -> None:
+            command(options=Options(**{name: values.pop(name) for name in shared}), **values)
+
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in (*added, *own)}
+        run.__signature__ = inspect.Signature([*added, *own])  # type: ignore[attr-defined]
+        return run
+
+    return decorate

@@ -1,0 +1,89 @@
+"""How results look on a terminal: units, and the tables of a generation and of a comparison."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from edgexpert.generation import Generation
+
+NOTHING = "–"
+
+
+def readable_bytes(count: float | None) -> str:
+    """Decimal units, three significant digits: ``1.23 MB``."""
+    if count is None:
+        return NOTHING
+    units = iter(("B", "KB", "MB", "GB", "TB"))
+    unit = next(units)
+    while count >= 999.5 and unit != "TB":
+        count, unit = count / 1000, next(units)
+    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+
+
+def readable_seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return NOTHING
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def readable_number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.2f}"
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on standard output, in ASCII whatever the terminal's encoding."""
+    print(json.dumps(value))
+
+
+def print_piece(piece: str) -> None:
+    """A piece of text as it is: not wrapped, not coloured, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def table(*columns: str) -> Table:
+    """A plain table whose first column is text and whose others are figures."""
+    result = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for number, column in enumerate(columns):
+        result.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
+    return result
+
+
+def print_rich(content: Table) -> None:
+    Console(highlight=False).print(content)
+
+
+def print_line(line: str) -> None:
+    """A sentence, wrapped to the terminal, in which brackets and numbers mean nothing special."""
+    Console(highlight=False).print(Text(line))
+
+
+def print_generation(generation: Generation) -> None:
+    """The statistics of a generation beside plain decoding of the same model."""
+    timing, speculation = generation.timing, generation.speculation
+    new = generation.new_tokens
+    plain_prefill = generation.expert_bytes_exact_prefill / max(1, new)
+    rows = table("", "this run", "plain decoding")
+    rows.add_row("prompt tokens", str(generation.prompt_tokens), "")
+    rows.add_row("new tokens", str(new), "")
+    rows.add_row("time to first token", readable_seconds(timing.ttft_s), "")
+    rows.add_row("time per output token", readable_seconds(timing.tpot_s), "")
+    rows.add_row("tokens per second, prompt included", readable_number(new / timing.total_s if timing.total_s else None), "")
+    rows.add_row("acceptance length", readable_number(speculation.acceptance_length), "1.00")
+    rows.add_row("expert bytes per output token, prefill",
+                 readable_bytes(generation.prefill_expert_bytes_per_token), readable_bytes(plain_prefill))
+    rows.add_row("expert bytes per output token, decode",
+                 readable_bytes(generation.expert_bytes_per_token), readable_bytes(generation.expert_bytes_plain))
+    print_rich(rows)
+    print_line("approximated: " + ("; ".join(generation.approximations) or "nothing: exact"))
+    for note in generation.notes:
+        print_line(f"note: {note}")
+    if generation.finish == "interrupted":
+        print_line("note: interrupted; the figures are those of the text so far")

@@ -1,0 +1,143 @@
+"""`edgexpert train`: the bundled model again, or a draft for a model of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+import typer
+
+from edgexpert.cli.options import MODEL_HELP, Device, Dtype
+from edgexpert.cli.show import print_line
+from edgexpert.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from edgexpert.engine import Engine
+    from edgexpert.speculation.eagle3 import Eagle3Model
+    from edgexpert.training.examples import Source
+
+app = typer.Typer(help="Train a bundled model again, or a draft for any model.", no_args_is_help=True)
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the results.")]
+
+T = TypeVar("T")
+
+VALIDATION_ONE_IN = 50
+VALIDATION_PROMPTS = 8
+VALIDATION_TOKENS = 64
+
+
+@app.command("model")
+def train_model(
+    corpus: Annotated[Path, typer.Option(metavar="DIR", help="Folder with the corpus's text files.")],
+    out: Out,
+    recipe: Annotated[str, typer.Option(metavar="NAME", help="What to train.")] = "stories",
+    compile: Annotated[bool, typer.Option(help="Fuse the loss with torch.compile, which needs a C++ compiler.")] = True,
+) -> None:
+    """Train a bundled model again, from its recipe. An interrupted training goes on from the checkpoint in --out."""
+    from edgexpert.training import model
+
+    if recipe not in model.RECIPES:
+        raise UserError(f"there is no recipe {recipe!r}; choose one of {', '.join(model.RECIPES)}")
+    print_line(f"saved in {model.train_model(model.RECIPES[recipe], corpus, out, compile=compile)}")
+
+
+@app.command("draft")
+def train_draft(
+    model: Annotated[str, typer.Option(metavar="NAME", help=f"The target. {MODEL_HELP}")],
+    out: Out,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, show_default=False,
+                     help="Plain text, documents ended by a line <|endoftext|>; may be given several times."),
+    ] = None,
+    chats: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, show_default=False,
+                     help='JSON lines with "messages", for the model\'s chat template.'),
+    ] = None,
+    regenerate: Annotated[bool, typer.Option(help="Learn what the target itself writes after prompts of the text.")] = True,
+    sequences: Annotated[int, typer.Option(min=1, help="Training sequences at most.")] = 4000,
+    length: Annotated[int, typer.Option(min=32, help="Tokens of a sequence.")] = 256,
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 2000,
+    ttt: Annotated[int, typer.Option(help="Steps of the training-time test.")] = 7,
+    draft_vocab: Annotated[
+        int | None, typer.Option(help="Tokens that the draft can propose. [default: all]", show_default=False)
+    ] = None,
+    format: Annotated[Literal["official", "speculators"], typer.Option(help="Layout of the finished draft.")] = "official",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+) -> None:
+    """Train an EAGLE-3 draft for a model, on what the model itself writes."""
+    if (text is None) == (chats is None):
+        raise UserError("give the training data either as --text files or as a --chats file")
+    from edgexpert.api import load
+    from edgexpert.training import draft
+    from edgexpert.training.capture import capture
+    from edgexpert.training.loop import DraftRecipe, has_checkpoint
+
+    recipe = DraftRecipe(steps=steps, ttt=ttt, draft_vocab=draft_vocab)
+    if has_checkpoint(out) and not resume:
+        raise UserError(f"{out} holds an unfinished training; add --resume to go on with it, or give another folder")
+    if resume and not has_checkpoint(out):
+        raise UserError(f"{out} holds no training to resume; leave --resume out")
+    engine = load(model, draft="none", dtype=dtype, device=device)
+    source, held_out = training_data(engine.tokenizer, text, chats, regenerate, sequences, length)
+    target = engine.host.model
+    capture(target, source, out / "states")
+    evaluate = acceptance_length(engine, held_out)
+    folder = draft.train_draft(target, recipe, out / "states", out, evaluate=evaluate, format=format)
+    print_line(f"saved in {folder}; use it with --draft {folder}")
+
+
+def training_data(
+    tokenizer: PreTrainedTokenizerBase,
+    text: list[Path] | None,
+    chats: Path | None,
+    regenerate: bool,
+    sequences: int,
+    length: int,
+) -> tuple[Source, list[str]]:
+    """What the draft learns, and a few prompts that it does not learn."""
+    from edgexpert.training import examples
+    from edgexpert.training.corpus import documents
+
+    texts = chain.from_iterable(map(documents, text or ()))
+    prompts: Sequence[Tensor]
+    source: Source
+    if regenerate:
+        prompts = (examples.chat_prompts(chats, tokenizer)[:sequences] if chats is not None else
+                   examples.text_prompts(texts, tokenizer, (length // 16, length // 4), length, sequences))
+        held_out, learned = _split(prompts)
+        source = examples.Continuations(learned, length, chat=chats is not None)
+    else:
+        given = (examples.chat_examples(chats, tokenizer, length) if chats is not None else
+                 examples.text_examples(texts, tokenizer, length))[:sequences]
+        windows, kept = _split(given)
+        held_out = [window.tokens[: length // 4] for window in windows]
+        source = examples.Given(kept)
+    return source, [tokenizer.decode(ids, skip_special_tokens=True) for ids in held_out[:VALIDATION_PROMPTS]]
+
+
+def _split(items: Sequence[T]) -> tuple[list[T], list[T]]:
+    """One in fifty for validation, and the rest."""
+    if len(items) < 2:
+        raise UserError("the data give a single sequence, which is too little; give more, or a smaller --length")
+    return list(items[::VALIDATION_ONE_IN]), [item for i, item in enumerate(items) if i % VALIDATION_ONE_IN]
+
+
+def acceptance_length(engine: Engine, prompts: list[str]) -> Callable[[Eagle3Model], float]:
+    """Measures a draft by real tree decoding of ``prompts``: tokens per verify stage."""
+    from edgexpert.speculation.eagle3_draft import Eagle3Draft
+
+    def measure(draft: Eagle3Model) -> float:
+        engine.draft = Eagle3Draft(draft)
+        results = [engine.generate(prompt, max_new_tokens=VALIDATION_TOKENS, ignore_eos=True) for prompt in prompts]
+        return sum(r.speculation.emitted for r in results) / sum(r.speculation.stages for r in results)
+
+    return measure
