@@ -74,9 +74,9 @@ class Conversation:
             case "/policy":
                 self.engine.set_policy(self.options.policy_named(argument.strip()))
                 print_line(f"From now on: {'; '.join(self.engine.policy.approximations()) or 'nothing approximated'}.")
-            case "/stats" if self.last is None:
-                print_line("There is no answer yet.")
             case "/stats":
+                if self.last is None:
+                    raise UserError("there is no answer yet; say something first")
                 print_generation(self.last)
             case "/help":
                 print_line(HELP)

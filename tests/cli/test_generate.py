@@ -1,0 +1,150 @@
+"""`edgexpert generate`: text, table, JSON, bad input, interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import edgexpert
+from edgexpert.cli.options import Options
+from edgexpert.engine import Engine, TextStream
+from edgexpert.speculation.draft import TreeShape
+from tests.cli.conftest import Run
+
+PROMPT = "once upon a time a fox met a crow, once upon"
+
+
+def command(checkpoint: Path, *more: object) -> list[object]:
+    return ["generate", "--model", checkpoint, "--max-new-tokens", 12, *more]
+
+
+def test_text_comes_first_and_is_printed_as_it_is(run: Run, tiny_checkpoint: Path) -> None:
+    engine = edgexpert.load(str(tiny_checkpoint))
+    text = engine.generate(PROMPT, max_new_tokens=100).text
+    result = run("generate", "--model", tiny_checkpoint, "--max-new-tokens", 100, PROMPT)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(text + "\n\n")
+    for label in ("prompt tokens", "new tokens", "time to first token", "time per output token", "acceptance length",
+                  "expert bytes per output token, prefill", "expert bytes per output token, decode"):
+        assert label in result.stdout[len(text):]
+    assert "approximated: nothing: exact" in result.stdout
+
+
+def test_a_policy_says_what_it_approximates(run: Run, tiny_checkpoint: Path) -> None:
+    result = run(*command(tiny_checkpoint, "--policy", "edgexpert", "--no-coarse-pruning", PROMPT))
+    assert result.exit_code == 0
+    said = result.stdout[result.stdout.index("approximated:"):]
+    assert "fine pruning" in said
+    assert "coarse pruning" not in said
+
+
+def test_json_is_one_object_with_the_promised_keys(run: Run, tiny_checkpoint: Path) -> None:
+    result = run(*command(tiny_checkpoint, "--policy", "pruned", "--keep-channels", 0.5, "--json", PROMPT))
+    assert result.stdout.count("\n") == 1
+    value = json.loads(result.stdout)
+    assert {"text", "token_ids", "policy", "model", "draft", "timing", "speculation", "traffic", "expert_bytes_per_token",
+            "experts_per_layer_per_stage", "approximations"} <= value.keys()
+    assert value["policy"]["keep_channels"] == 0.5
+    assert None not in value["policy"].values(), "every hyperparameter is resolved"
+    assert value["draft"] == "ngram"
+
+
+def test_the_prompt_comes_from_standard_input_when_left_out(run: Run, tiny_checkpoint: Path) -> None:
+    given = run(*command(tiny_checkpoint, "--json", PROMPT))
+    read = run(*command(tiny_checkpoint, "--json"), input=PROMPT + "\n")
+    assert json.loads(given.stdout)["token_ids"] == json.loads(read.stdout)["token_ids"]
+
+
+@pytest.mark.parametrize(("arguments", "part"), [
+    (["--policy", "exacct", "hi"], "exact, pruned, reuse, coalesced, edgexpert"),
+    (["--model", "no/such/folder", "hi"], "give a bundled name"),
+    (["--draft", "./nowhere", "hi"], "there is no draft"),
+    (["--n-tri", "3", "--n-min", "2", "hi"], "n_tri (3) must be at most n_min (2)"),
+    (["--computational-calibration", "hi"], "switch coalescing on"),
+    (["--temperature", "-1", "hi"], "temperature"),
+    (["--max-new-tokens", "0", "hi"], "max_new_tokens"),
+    (["--max-new-tokens", "5000", "hi"], "context"),
+    (["--dtype", "int3", "hi"], "--dtype"),
+    (["--device", "tpu", "hi"], "--device"),
+    ([" "], "the prompt is empty"),
+    (["\udcff"], "UTF-8"),
+])
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    run: Run, tiny_checkpoint: Path, arguments: list[str], part: str
+) -> None:
+    result = run(*command(tiny_checkpoint, *arguments))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert part in result.stderr
+    assert result.stderr.startswith("edgexpert: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--tree-size", "-1", "hi"], ["--seed", "x", "hi"], ["--nonsense", "hi"]])
+def test_wrong_usage_has_exit_code_2(run: Run, arguments: list[str]) -> None:
+    result = run("generate", *arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
+
+
+class InterruptedStream(TextStream):
+    """Ctrl-C after a few stages."""
+
+    def __iter__(self) -> Iterator[str]:
+        for count, piece in enumerate(super().__iter__()):
+            if count == 3:
+                raise KeyboardInterrupt
+            yield piece
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(self: Engine, prompt: str, params: object, tree: TreeShape) -> TextStream:
+        return InterruptedStream(self, self.encode(prompt), Options(max_new_tokens=50).sampling, tree)
+
+    monkeypatch.setattr(Engine, "stream", stream)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_ctrl_c_keeps_text_and_statistics(run: Run, tiny_checkpoint: Path) -> None:
+    result = run(*command(tiny_checkpoint, "--draft", "none", PROMPT))
+    assert result.exit_code == 130
+    assert "acceptance length" in result.stdout
+    assert "note: interrupted" in result.stdout
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_ctrl_c_with_json_still_prints_one_object(run: Run, tiny_checkpoint: Path) -> None:
+    result = run(*command(tiny_checkpoint, "--draft", "none", "--json", PROMPT))
+    assert result.exit_code == 130
+    value = json.loads(result.stdout)
+    assert value["finish"] == "interrupted"
+    assert 0 < len(value["token_ids"]) < 50
+
+
+def test_ctrl_c_before_the_first_token_leaves_quietly(
+    run: Run, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prefill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "prefill", prefill)
+    result = run(*command(tiny_checkpoint, PROMPT))
+    assert result.exit_code == 130
+    assert result.stdout == ""
+
+
+def test_the_installed_command_works_offline(tiny_checkpoint: Path) -> None:
+    code = "from edgexpert.cli.main import main; main()"
+    process = subprocess.run(
+        [sys.executable, "-c", code, *map(str, command(tiny_checkpoint, "--json"))],
+        input=PROMPT, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+    assert process.returncode == 0, process.stderr
+    assert len(json.loads(process.stdout)["token_ids"]) == 12

@@ -1,0 +1,60 @@
+"""`edgexpert train`: what it refuses, and a draft trained in seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    file = tmp_path / "text.txt"
+    file.write_text("\n<|endoftext|>\n".join(f"once upon a time {n} foxes met a crow. " * 12 for n in range(6)))
+    return file
+
+
+def test_an_unknown_recipe_is_answered_with_the_known_ones(run: Run, tmp_path: Path) -> None:
+    result = run("train", "model", "--recipe", "novels", "--corpus", tmp_path, "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "stories" in result.stderr
+
+
+def test_a_missing_corpus_is_named(run: Run, tmp_path: Path) -> None:
+    result = run("train", "model", "--corpus", tmp_path / "none", "--out", tmp_path)
+    assert result.exit_code == 2
+    assert "--corpus" in result.stderr
+
+
+def test_text_and_chats_exclude_each_other(run: Run, tmp_path: Path, text: Path) -> None:
+    for arguments in ([], ["--text", text, "--chats", text]):
+        result = run("train", "draft", "--model", "stories", "--out", tmp_path / "out", *arguments)
+        assert result.exit_code == 2
+        assert "either as --text files or as a --chats file" in result.stderr
+
+
+def test_resume_needs_a_checkpoint(run: Run, tmp_path: Path, text: Path) -> None:
+    result = run("train", "draft", "--model", "stories", "--out", tmp_path / "out", "--text", text, "--resume")
+    assert result.exit_code == 2
+    assert "no training to resume" in result.stderr
+
+
+@pytest.mark.parametrize("regenerate", ["--regenerate", "--no-regenerate"])
+def test_a_trained_draft_runs_the_model(
+    run: Run, tiny_checkpoint: Path, tmp_path: Path, text: Path, regenerate: str
+) -> None:
+    out = tmp_path / "out"
+    train = ["train", "draft", "--model", tiny_checkpoint, "--text", text, "--out", out, "--steps", 2, "--ttt", 2,
+             "--length", 32, regenerate]
+    result = run(*train)
+    assert result.exit_code == 0, result.output
+    history = json.loads((out / "history.json").read_text())
+    assert history[-1]["acceptance_length"] >= 1, "measured by decoding"
+    answer = run("generate", "--model", tiny_checkpoint, "--draft", out / "draft", "--max-new-tokens", 8, "--json", "a")
+    assert json.loads(answer.stdout)["draft"] == "eagle3"
+    again = run(*train)
+    assert again.exit_code == 2
+    assert "--resume" in again.stderr
