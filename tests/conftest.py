@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)
 
@@ -63,3 +64,11 @@ def make_model(family: str, **changes: object) -> PreTrainedModel:
 @pytest.fixture(params=sorted(FAMILIES))
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return make_model(request.param)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each ASCII character: id = code, <bos> = 0, <eos> = 1."""
+    vocab = {"<bos>": 0, "<eos>": 1, **{chr(code): code for code in range(2, 128)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")

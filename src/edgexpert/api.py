@@ -45,7 +45,7 @@ def load(
     chosen = _policy(policy, overrides)
     loaded = load_model(model, dtype=dtype, device=device)
     host = HostedModel(loaded.model, chosen)
-    drafting, notes = load_draft(draft, host, loaded)
+    drafting, notes = load_draft(draft, loaded.model, loaded.tokenizer, loaded.folder)
     weigher = ImportanceEncoder.from_pretrained(encoder) if encoder else None
     return Engine(host, loaded.tokenizer, name=model, draft=drafting, encoder=weigher, notes=notes)
 
@@ -72,7 +72,7 @@ def attach(
 
     def weigh(ids: Sequence[int]) -> Tensor:
         assert tokenizer is not None and encoder is not None
-        return encoder.weigh(*text_and_offsets(tokenizer, ids))
+        return chosen.weigh_prompt(encoder.weigh(*text_and_offsets(tokenizer, ids)))
 
     return attach_policy(model, chosen, weigh)
 

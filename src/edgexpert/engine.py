@@ -27,7 +27,8 @@ from edgexpert.speculation.sampling import Sampler, SamplingParams
 from edgexpert.speculation.verify import accept
 from edgexpert.stage import Stage, TokenTree
 
-Prompt = str | Sequence[dict[str, str]]
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+"""Text, token ids, or chat messages."""
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Engine:
     # -- generating ------------------------------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, tree: TreeShape | None = None, **options: Any) -> Generation:
-        """Answers a prompt (text, or chat messages for the model's chat template).
+        """Answers a prompt: text, token ids, or chat messages for the model's chat template.
 
         Args:
             options: fields of `SamplingParams`, as keywords.
@@ -113,7 +114,9 @@ class Engine:
                 raise UserError("the prompt is empty; give some text to go on from")
             return self.tokenizer(prompt)["input_ids"]
         if not prompt:
-            raise UserError("the conversation is empty; give at least one message")
+            raise UserError("the prompt is empty; give at least one token or message")
+        if isinstance(prompt[0], int):
+            return [int(token) for token in prompt]  # type: ignore[call-overload]
         if self.tokenizer.chat_template is None:
             raise UserError(f"{self.name} has no chat template, so it cannot take messages; give plain text instead")
         return list(self.tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)["input_ids"])
@@ -151,11 +154,11 @@ class Engine:
         return output
 
     def _importance(self, ids: Sequence[int], ledger: Ledger) -> Tensor:
-        """Attention that the encoder's CLS token pays to each prompt token, float32 [T]."""
+        """Weight of each prompt token, float32 [T]; the encoder's bytes go into ``ledger``."""
         before = self.encoder.bytes_read
-        weights = self.encoder.weigh(*text_and_offsets(self.tokenizer, ids))
+        attention = self.encoder.weigh(*text_and_offsets(self.tokenizer, ids))
         ledger.add("prefill", "encoder", self.encoder.bytes_read - before)
-        return weights
+        return self.policy.weigh_prompt(attention)
 
     def propose(self, run: _Run, shape: TreeShape) -> TokenTree:
         """A tree below the last token, no larger than the cache has room for."""
@@ -197,7 +200,7 @@ class Engine:
         usual and the true next tokens are added as a path; log-probabilities are read at the true nodes.
         """
         shape = tree or TreeShape()
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.encode(prompt)
         truth = self.tokenizer(continuation, add_special_tokens=False)["input_ids"] if isinstance(continuation, str) else list(continuation)
         if not truth:
             raise UserError("the continuation is empty; give the text to score")
@@ -249,6 +252,7 @@ class TextStream:
         self._new: list[int] = []
         self._text = ""
         self._finish = "interrupted"
+        self._ended: float | None = None
         self._run: _Run | None = None
         self._pieces = self._produce()
 
@@ -258,7 +262,7 @@ class TextStream:
     @property
     def generation(self) -> Generation:
         assert self._run is not None, "nothing has been produced yet"
-        now = time.perf_counter()
+        now = self._ended or time.perf_counter()
         first = self._first if self._first is not None else now
         timing = Timing(ttft_s=first - self._started, total_s=now - self._started)
         if len(self._new) > 1:
@@ -277,6 +281,7 @@ class TextStream:
         while True:
             yield from self._take(emitted)
             if self._finish != "interrupted":
+                self._ended = time.perf_counter()
                 return
             emitted = engine.decode_stage(run, self._shape, sampler)
 

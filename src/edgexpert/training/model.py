@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,12 @@ STORIES = Recipe(
         Phase(700, {"simple": 0.75, "tales": 0.15, "books": 0.1}, 1024),
     ],
 )
-RECIPES = {"stories": STORIES}
+DENSE = replace(
+    STORIES,
+    config={**STORIES.config, "mlp_only_layers": list(range(8)), "intermediate_size": 4 * 96},
+)
+"""The dense twin: as many active parameters, the same batches and schedule; stopped early, it shows what the experts bring."""
+RECIPES = {"stories": STORIES, "stories-dense": DENSE}
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
@@ -111,6 +116,8 @@ def balance_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
 
     The library's own concatenates the layers first, so that an expert dead in one layer hides behind a busy namesake.
     """
+    if not router_logits:
+        return torch.zeros(())  # a dense model
     losses = []
     for logits in router_logits:
         probabilities = logits.float().softmax(-1)  # [T, E]
@@ -195,7 +202,7 @@ def train_model(
     def loss_of(ids: Tensor) -> tuple[Tensor, Tensor]:
         outputs = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=True)
         entropy = F.cross_entropy(outputs.logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        return entropy, balance_loss(outputs.router_logits, config.num_experts_per_tok)
+        return entropy, balance_loss(outputs.router_logits or (), config.num_experts_per_tok)
 
     step_loss = torch.compile(loss_of) if compile else loss_of
     last = min(recipe.steps, stop_at or recipe.steps)
@@ -222,7 +229,7 @@ def train_model(
             state.seconds += time.perf_counter() - started
             record = {"step": state.step, "loss": entropy.item(), "balance": balance.item(), "rate": rate,
                       "gradient": float(norm), "seconds": state.seconds}
-            if state.step % 500 == 0 or state.step == recipe.steps:
+            if state.step % 500 == 0 or state.step == last:
                 for name, stream in held_out.items():
                     record[f"held_out/{name}"] = held_out_loss(model, stream, phase.length)
             if state.step % 10 == 0 or len(record) > 6:

@@ -1,0 +1,146 @@
+"""What each technique brings and costs on a model: the five policies on held-out text.
+
+    python benchmarks/techniques.py [--model stories] [--texts FILE.jsonl] [--out benchmarks/results]
+
+Each text is cut into a prompt and a continuation. Forced decoding of the continuation gives perplexity; greedy generation from
+the prompt gives acceptance length, traffic and speed. Policies are interleaved text by text, so that all see the same machine.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+import edgexpert
+from edgexpert.policy import PRESETS
+from edgexpert.speculation.draft import TreeShape
+
+BUNDLED_TEXTS = Path(edgexpert.__file__).parent / "models" / "stories" / "held_out.jsonl"
+
+
+def measure(engine: Any, policy: str, prompt: list[int], truth: list[int], shape: TreeShape) -> dict[str, float]:
+    """One policy on one text."""
+    engine.set_policy(PRESETS[policy])
+    score = engine.score(prompt, truth, shape)
+    got = engine.generate(prompt, tree=shape, max_new_tokens=len(truth), ignore_eos=True)
+    return {
+        "log_prob": sum(score.log_probs),
+        "tokens": len(score.log_probs),
+        "stages": got.speculation.stages,
+        "emitted": got.speculation.emitted,
+        "decode_expert_bytes": got.traffic.decode["experts"],
+        "prefill_expert_bytes": got.traffic.prefill["experts"],
+        "encoder_bytes": got.traffic.prefill["encoder"],
+        "tpot_s": got.timing.tpot_s or 0.0,
+        "experts": got.experts_per_layer_per_stage or 0.0,
+    }
+
+
+def summarise(rows: list[dict[str, float]]) -> dict[str, float]:
+    total = {key: sum(row[key] for row in rows) for key in rows[0]}
+    return {
+        "perplexity": math.exp(-total["log_prob"] / total["tokens"]),
+        "acceptance_length": total["emitted"] / total["stages"],
+        "decode_expert_kb_per_token": total["decode_expert_bytes"] / total["emitted"] / 1e3,
+        "prefill_expert_mb": total["prefill_expert_bytes"] / len(rows) / 1e6,
+        "encoder_mb": total["encoder_bytes"] / len(rows) / 1e6,
+        "experts_per_layer_per_stage": statistics.mean(row["experts"] for row in rows),
+        "tokens_per_s": 1 / statistics.median(row["tpot_s"] for row in rows),
+    }
+
+
+def main(
+    model: Annotated[str, typer.Option(help="bundled name, folder or Hub name")] = "stories",
+    draft: str = "auto",
+    texts: Annotated[Path, typer.Option(help='JSON lines with a "text" each')] = BUNDLED_TEXTS,
+    prompt_tokens: int = 100,
+    new_tokens: int = 120,
+    limit: int = 24,
+    tree_size: int = 64,
+    tree_depth: int = 6,
+    out: Path = Path("benchmarks/results"),
+) -> None:
+    engine = edgexpert.load(model, draft=draft)
+    shape = TreeShape(size=tree_size, depth=tree_depth)
+    cut = []
+    for line in texts.read_text(encoding="utf-8").splitlines():
+        ids = engine.encode(json.loads(line)["text"])
+        if len(ids) >= prompt_tokens + new_tokens:
+            cut.append((ids[:prompt_tokens], ids[prompt_tokens : prompt_tokens + new_tokens]))
+    cut = cut[:limit]
+    rows: dict[str, list[dict[str, float]]] = {policy: [] for policy in PRESETS}
+    for prompt, truth in track(cut, description="texts"):
+        for policy in PRESETS:
+            rows[policy].append(measure(engine, policy, prompt, truth, shape))
+    table = {policy: summarise(found) for policy, found in rows.items()}
+    plain = engine.host.plain_decode_expert_bytes / 1e3
+    about = {
+        "model": model, "draft": engine.draft.name if engine.draft else "none", "texts": len(cut), "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens, "tree": vars(shape), "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "machine": platform.processor() or platform.machine(), "plain_decoding_expert_kb_per_token": plain,
+        "policies": {policy: PRESETS[policy].resolved(
+            model_type=engine.host.config.model_type, num_experts=engine.host.num_experts, top_k=engine.host.top_k).to_json()
+            for policy in PRESETS},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"techniques-{Path(model).name}"
+    stem.with_suffix(".json").write_text(json.dumps({"about": about, "policies": table, "rows": rows}, indent=1))
+    markdown = as_markdown(table, about)
+    stem.with_suffix(".md").write_text(markdown)
+    plot(table, plain, stem.with_suffix(".png"))
+    print(markdown)
+
+
+def as_markdown(table: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
+    exact = table["exact"]
+    lines = [
+        "| policy | perplexity (forced decoding) | acceptance length | expert KB a token, decode | expert MB, prefill "
+        "| experts a layer and stage | tokens/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for policy, row in table.items():
+        def change(key: str, row: dict[str, float] = row) -> str:
+            return f" ({row[key] / exact[key] - 1:+.1%})" if row is not exact else ""
+
+        lines.append(
+            f"| {policy} | {row['perplexity']:.2f}{change('perplexity')} | {row['acceptance_length']:.2f} "
+            f"| {row['decode_expert_kb_per_token']:.0f}{change('decode_expert_kb_per_token')} "
+            f"| {row['prefill_expert_mb']:.1f}{change('prefill_expert_mb')} | {row['experts_per_layer_per_stage']:.1f} "
+            f"| {row['tokens_per_s']:.0f} |"
+        )
+    lines += ["", f"{about['model']}, draft {about['draft']}, {about['texts']} held-out texts of {about['prompt_tokens']} + "
+              f"{about['new_tokens']} tokens, tree {about['tree']['size']}/{about['tree']['depth']}, greedy; plain decoding "
+              f"reads {about['plain_decoding_expert_kb_per_token']:.0f} expert KB a token. Speed with the PyTorch executor on "
+              f"{about['threads']} threads.", ""]
+    return "\n".join(lines)
+
+
+def plot(table: dict[str, dict[str, float]], plain: float, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    names = list(table)
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    for axis, key, title in zip(
+        axes,
+        ("decode_expert_kb_per_token", "perplexity", "acceptance_length"),
+        ("expert KB a token, decode", "perplexity, forced decoding", "acceptance length"),
+        strict=True,
+    ):
+        axis.bar(names, [table[name][key] for name in names], color=["#888", "#9ecae1", "#6baed6", "#fd8d3c", "#31a354"])
+        axis.set_title(title, fontsize=10)
+        axis.tick_params(axis="x", rotation=30)
+    axes[0].axhline(plain, color="black", linestyle=":", label="plain decoding")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    typer.run(main)

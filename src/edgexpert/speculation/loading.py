@@ -1,0 +1,65 @@
+"""From ``--draft`` to a draft for a given model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from edgexpert.errors import UserError
+from edgexpert.speculation.causal import load_causal_draft
+from edgexpert.speculation.checkpoint import load_eagle3
+from edgexpert.speculation.draft import Draft
+from edgexpert.speculation.eagle3_draft import Eagle3Draft
+from edgexpert.speculation.ngram import NgramDraft
+
+BESIDE_MODEL = "draft"  # sub-folder of a model in which ``auto`` looks for an EAGLE-3 draft
+
+
+def load_draft(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path | None
+) -> tuple[Draft | None, list[str]]:
+    """The draft that ``name`` stands for, and what the user should know about the choice.
+
+    Args:
+        name: ``auto`` (an EAGLE-3 draft beside the model, else n-grams), ``none``, ``ngram``, or the folder or Hub name of an
+            EAGLE-3 draft or of a smaller causal model.
+        folder: where the target lies; None when it came from the Hub.
+    """
+    if name == "none":
+        return None, []
+    if name == "ngram":
+        return NgramDraft(), []
+    if name == "auto":
+        beside = folder / BESIDE_MODEL if folder is not None else None
+        if beside is None or not (beside / "config.json").is_file():
+            return NgramDraft(), ["no EAGLE-3 draft lies beside this model, so prompt look-up (ngram) drafts; see --draft"]
+        name = str(beside)
+    source = _folder_of(name)
+    config = json.loads((source / "config.json").read_text())
+    if is_eagle3(config):
+        embedding = model.get_input_embeddings().weight
+        return Eagle3Draft(load_eagle3(source, model.config, embedding).to(model.device, model.dtype)), []
+    return load_causal_draft(source, tokenizer, model.config.get_text_config().vocab_size, model.dtype, model.device), []
+
+
+def is_eagle3(config: dict[str, object]) -> bool:
+    """Whether a checkpoint's config.json is an EAGLE-3 draft's, in any of the formats found in the wild."""
+    architectures = " ".join(map(str, config.get("architectures") or [])).lower()  # type: ignore[call-overload]
+    return "draft_vocab_size" in config or "eagle" in architectures or config.get("speculators_model_type") == "eagle3"
+
+
+def _folder_of(name: str) -> Path:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"the draft folder {name} has no config.json; give the folder of a draft checkpoint")
+        return path
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"there is no draft {name!r}: give auto, none, ngram, a folder, or a Hub name like owner/name")
+    try:
+        return Path(snapshot_download(name))
+    except Exception as error:  # the Hub client raises many kinds; all mean that the draft cannot be had
+        raise UserError(f"the draft {name} could not be had from the Hub; offline, give its folder instead") from error
