@@ -22,14 +22,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from edgexpert.errors import UserError
+from edgexpert.speculation.eagle3_config import default_fused_layers
 from edgexpert.training.examples import Example, Source
 
 FORWARD_TOKENS = 4096  # bounds the logits that are in memory at once
 
 
 def fused_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers whose inputs EAGLE-3 fuses: low, middle, high (official code; the paper names no numbers)."""
-    layers = (2, num_layers // 2, num_layers - 3)
+    """The layers whose inputs EAGLE-3 fuses: low, middle, high."""
+    layers = default_fused_layers(num_layers)
     if not 2 < layers[1] < layers[2]:
         raise UserError(f"the target has {num_layers} layers, but EAGLE-3 needs three distinct ones out of at least 7; "
                         "use a deeper target, or the draft 'ngram', which needs no training")
@@ -84,7 +85,7 @@ def teacher_logits(target: PreTrainedModel, hidden: Tensor, scale: float, ids: T
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Captured sequences side by side, padded with zeros.
+    """Captured sequences side by side, padded with zeros at the end.
 
     Attributes:
         tokens: int64 [B, S].
@@ -212,14 +213,14 @@ class Captured:
                 counts += torch.bincount(learned, minlength=self.vocab_size)
         return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
-    def batch(self, indices: Sequence[int], length: int) -> Batch:
-        """The named sequences, cut or padded to ``length`` tokens."""
+    def batch(self, indices: Sequence[int], padding: int) -> Batch:
+        """The named sequences, padded to ``padding`` tokens more than the longest of them."""
+        length = max(self.places[sequence][2] for sequence in indices) + padding
         states = {"tokens": torch.zeros(len(indices), length, dtype=torch.int64),
                   "loss_mask": torch.zeros(len(indices), length, dtype=torch.bool),
                   "best": torch.zeros(len(indices), length, dtype=torch.int64)}
         for row, sequence in enumerate(indices):
-            index, start, stored = self.places[sequence]
-            n = min(stored, length)
+            index, start, n = self.places[sequence]
             with safe_open(_shard(self.folder, index), "pt") as file:
                 for name in ("tokens", "loss_mask", "best", "features", "hidden"):
                     part = file.get_slice(name)[start : start + n]

@@ -71,17 +71,24 @@ class Continuations:
 
     Attributes:
         prompts: int64 [n] each.
-        new_tokens: how far each is continued, unless the target ends it earlier.
+        length: tokens of a sequence, its prompt included.
+        chat: the target answers: an answer ends where the target ends it, and prompts are not learned. Otherwise it goes on
+            with a text: past an end-of-text token too, and the prompt is as good to learn from as the rest.
         temperatures: one a shard, in turn; 0 is greedy.
-        learn_prompts: whether the prompts' own tokens are learned too: right for prompts cut from plain text.
     """
 
     prompts: Sequence[Tensor]
-    new_tokens: int
+    length: int
+    chat: bool = False
     temperatures: Sequence[float] = (0.0, 0.7)
-    learn_prompts: bool = True
     per_shard: int = 64
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        longest = max(map(len, self.prompts), default=0)
+        if not 0 < longest < self.length:
+            raise UserError(f"prompts of up to {longest} tokens cannot be continued to a length of {self.length}; "
+                            "give shorter prompts or a greater length")
 
     @cached_property
     def batches(self) -> list[Tensor]:
@@ -94,38 +101,37 @@ class Continuations:
 
     @property
     def max_tokens(self) -> int:
-        return sum(len(prompt) + self.new_tokens for prompt in self.prompts)
+        return len(self.prompts) * self.length
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def shard(self, index: int, target: PreTrainedModel) -> list[Example]:
         prompts, temperature = self.batches[index], self.temperatures[index % len(self.temperatures)]
+        end = target.generation_config.eos_token_id if self.chat else None
         with torch.random.fork_rng():
             torch.manual_seed(self.seed * 1_000_003 + index)
-            sequences = generate(target, prompts, self.new_tokens, temperature)
-        length = prompts.shape[1]
-        examples = []
-        for tokens in sequences:
-            mask = torch.ones(len(tokens), dtype=torch.bool)
-            mask[:length] = self.learn_prompts
-            examples.append(Example(tokens, mask))
-        return examples
+            sequences = generate(target, prompts, self.length - prompts.shape[1], temperature, end)
+        learned_from = prompts.shape[1] if self.chat else 0
+        return [Example(tokens, torch.arange(len(tokens)) >= learned_from) for tokens in sequences]
 
 
 @torch.no_grad()
-def generate(target: PreTrainedModel, prompts: Tensor, new_tokens: int, temperature: float) -> list[Tensor]:
-    """Continues prompts of one length, int64 [B, n]; each result ends with its end-of-sequence token, if it came to one.
+def generate(target: PreTrainedModel, prompts: Tensor, new_tokens: int, temperature: float, end: int | list[int] | None
+             ) -> list[Tensor]:
+    """Continues prompts of one length, int64 [B, n]; a result ends with its first ``end`` token, if it came to one.
 
     The checkpoint's own generation defaults (a repetition penalty, say) are left out: the draft learns the model alone.
     """
-    end = target.generation_config.eos_token_id
-    ends = torch.tensor([] if end is None else end if isinstance(end, list) else [end], dtype=torch.int64)
+    ends = torch.tensor([] if end is None else end, dtype=torch.int64).reshape(-1)
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
-    config = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=end, pad_token_id=int(ends[0]) if len(ends) else 0,
-                              **sampling)
-    prompts = prompts.to(target.device)
-    rows = cast(Any, target).generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=config).cpu()
+    config = GenerationConfig(max_new_tokens=new_tokens, eos_token_id=end, pad_token_id=0, **sampling)
+    stored, target.generation_config = target.generation_config, config  # generate() fills gaps in ours from the stored one
+    try:
+        prompts = prompts.to(target.device)
+        rows = cast(Any, target).generate(prompts, attention_mask=torch.ones_like(prompts)).cpu()  # [B, n + new]
+    finally:
+        target.generation_config = stored
     results = []
     for row in rows:
         finished = torch.isin(row[prompts.shape[1] :], ends).nonzero()
@@ -151,22 +157,21 @@ def text_examples(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, 
 
 
 def text_prompts(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], spacing: int,
-                 limit: int) -> list[Tensor]:
-    """Up to ``limit`` prompts cut from documents, of the given lengths in turn, one every ``spacing`` tokens.
+                 count: int) -> list[Tensor]:
+    """Prompts cut from documents, one every ``spacing`` tokens from their beginnings on, of the given lengths in turn.
 
-    The first of each document is its beginning.
+    Returns ``count`` of them, taken evenly from all, or all where there are fewer.
     """
     prompts: list[Tensor] = []
     for ids in _encoded(documents, tokenizer):
         for start in range(0, len(ids), spacing):
-            prompt = ids[start : start + lengths[len(prompts) % len(lengths)]]
-            if len(prompts) == limit:
-                return prompts
-            if len(prompt) == lengths[len(prompts) % len(lengths)]:
-                prompts.append(torch.tensor(prompt))
+            length = lengths[len(prompts) % len(lengths)]
+            if start + length <= len(ids):
+                prompts.append(torch.tensor(ids[start : start + length]))
     if not prompts:
         raise UserError(f"the text has no document of {min(lengths)} tokens to cut a prompt from; give more text")
-    return prompts
+    count = min(count, len(prompts))
+    return [prompts[index * len(prompts) // count] for index in range(count)]
 
 
 def _chats(file: Path) -> Iterator[list[dict[str, str]]]:

@@ -117,14 +117,13 @@ def fit(
         (out / "history.json").write_text(json.dumps(history, indent=0))
 
     device, last = trained[0].device, min(recipe.steps, stop_at or recipe.steps)
-    length = captured.longest - 1 + recipe.ttt
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[note]}"))
     with Progress(*columns) as progress:
         task = progress.add_task("training", total=recipe.steps, completed=step, note="")
         while step < last:
             started = time.perf_counter()
-            batch = captured.batch(recipe.sequences(step, captured), length).to(device)
+            batch = captured.batch(recipe.sequences(step, captured), recipe.ttt - 1).to(device)
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(step)
             with torch.autocast(device.type, torch.bfloat16):

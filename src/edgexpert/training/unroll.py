@@ -68,7 +68,7 @@ def unroll(draft: Eagle3Model, tokens: Tensor, features: Tensor, steps: int) -> 
     """
     n = features.shape[1]
     positions = torch.arange(n, device=tokens.device)
-    hidden = draft.fuse(features)
+    hidden = draft.fuse(features).to(draft.fc.weight.dtype)  # under autocast, states stay float32 between the products
     past: list[KeyValue] = []
     states: list[Tensor] = []
     for step in range(steps):
@@ -80,7 +80,7 @@ def unroll(draft: Eagle3Model, tokens: Tensor, features: Tensor, steps: int) -> 
 
 @dataclass(frozen=True)
 class Depth:
-    """How one step of a batch went: KL divergence in nats, and how often draft and target agree on the next token."""
+    """How one step of a batch went: cross-entropy in nats, and how often draft and target agree on the next token."""
 
     loss: float
     accuracy: float
@@ -90,26 +90,26 @@ Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def head_loss(logits: Callable[[Tensor], Tensor]) -> Head:
-    """The loss of a head: from states [B, n, H], the teacher's log-probabilities [B, n, V] and a mask [B, n] to the mean KL
-    divergence over the mask, and the head's most likely ids [B, n]."""
+    """The loss of a head: from states [B, n, H], the teacher's probabilities [B, n, V] and a mask [B, n] to the mean
+    cross-entropy over the mask, and the head's most likely ids [B, n]."""
 
     def loss(states: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        z = logits(states).float()  # [B, n, V]
-        divergence = (teacher.exp() * (teacher - z.log_softmax(-1))).sum(-1)
-        return (divergence * mask).sum() / mask.sum().clamp(min=1), z.argmax(-1)
+        z = logits(states)  # [B, n, V]
+        entropy = F.cross_entropy(z.flatten(0, 1).float(), teacher.flatten(0, 1), reduction="none") * mask.flatten()
+        return entropy.sum() / mask.sum().clamp(min=1), z.detach().topk(1).indices.squeeze(-1)  # topk: faster than argmax
 
     return loss
 
 
 def learn(heads: list[Head], states: list[Tensor], teacher: Tensor, best: Tensor, mask: Tensor, draftable: Tensor,
           to_target: Callable[[Tensor], Tensor], decay: float) -> list[Depth]:
-    """Backpropagates ``decay ** step`` weighted losses of all steps.
+    """Backpropagates the losses of all steps, each weighted by ``decay ** step``.
 
-    Each step's logits are freed before the next step's are made: they are the bulk of the memory.
+    A step's logits are freed before the next step's are made: they are the bulk of the memory.
 
     Args:
         heads, states: one a step; the states [B, n, H].
-        teacher: log-probabilities after position t + 1 on the draft's vocabulary, [B, n + steps - 1, V].
+        teacher: the target's probabilities after token t + 1, on the draft's vocabulary, [B, n + steps - 1, V].
         best: the target's most likely token there, int64 [B, n + steps - 1].
         mask: where text is learned, bool [B, n + steps - 1].
         draftable: where ``best`` is in the draft's vocabulary, bool [B, n + steps - 1].
@@ -137,7 +137,7 @@ def learn_unrolled(draft: Eagle3Model, head: Head, batch: Batch, teacher: Tensor
 
     Args:
         batch: sequences [B, n + steps]: at least ``steps`` of padding, so that every step has n positions.
-        teacher: the target's log-probabilities on the draft's vocabulary, [B, n + steps, V].
+        teacher: the target's probabilities, renormalised on the draft's vocabulary, [B, n + steps, V].
     """
     n = batch.tokens.shape[1] - steps
     draftable = torch.ones_like(batch.loss_mask) if draft.t2d is None else draft.t2d[batch.best]
