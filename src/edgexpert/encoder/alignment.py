@@ -31,8 +31,8 @@ def align(attention: Tensor, encoder_spans: Sequence[Span], target_spans: Sequen
         if end > start:
             carried[start + 1 : end + 1] += value / (end - start)
     until = carried.cumsum(0)
-    start, end = torch.tensor(target_spans, dtype=torch.int64).view(-1, 2).unbind(1)
-    aligned = until[end] - until[start]  # [T]
+    first, after = torch.tensor(target_spans, dtype=torch.int64).view(-1, 2).unbind(1)
+    aligned = until[after] - until[first]  # [T]
     if len(aligned) > 0:
-        aligned[end == start] = aligned.max()
+        aligned[after == first] = aligned.max()
     return aligned.clamp(min=0).float()

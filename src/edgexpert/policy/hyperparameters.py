@@ -47,7 +47,7 @@ class Hyperparameters:
         ]
         for holds, rule in rules:
             if not holds:
-                raise UserError(f"{rule}; change one of them.")
+                raise UserError(f"{rule}.")
 
 
 TABLE_III: dict[tuple[str, int, int], Hyperparameters] = {

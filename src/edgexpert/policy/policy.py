@@ -148,8 +148,8 @@ class Policy:
         h = self.hyperparameters
         lines = {
             "prompt_wise_expert_reuse":
-                f"prompt-wise expert reuse: prompt tokens weighing less than {h.theta1} ({self.importance} importance) route "
-                f"to {h.n_min} of their best {h.k_min} experts, less than {h.theta2} to {h.n_tri} of {h.k_tri}",
+                f"prompt-wise expert reuse: prompt tokens weighing below {h.theta1} (over the {self.importance}) route to "
+                f"{h.n_min} of their best {h.k_min} experts, below {h.theta2} to {h.n_tri} of {h.k_tri}",
             "coarse_pruning":
                 f"coarse pruning: experts that no candidate within {h.keep_mass} of the path probability wants are skipped",
             "fine_pruning":
