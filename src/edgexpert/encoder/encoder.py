@@ -72,8 +72,8 @@ class ImportanceEncoder:
         """CLS attention that each of the target's tokens receives.
 
         The attention of the encoder's own tokens sums to 1 over the text; `align` says how it reaches the target's. A text
-        longer than a window is read in windows that overlap by half. Each window's attention is divided by its mean, whatever
-        [CLS] and [SEP] keep for themselves, and tokens in several windows get the average.
+        longer than a window is read in windows that overlap by half. Each window's attention is divided by its mean, so that
+        it does not matter what [CLS] and [SEP] keep for themselves; tokens in several windows get the average.
 
         Args:
             offsets: span of characters of each target token; an empty one for a token that stands for no text.
