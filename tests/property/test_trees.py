@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.speculation.drafts import GarbageDraft, OracleDraft, RandomDraft
 from torch import Tensor
 
 from edgexpert.speculation.draft import Draft, TreeShape
@@ -15,6 +14,7 @@ from edgexpert.speculation.sampling import Sampler, SamplingParams
 from edgexpert.speculation.tree import Level, build_tree
 from edgexpert.speculation.verify import accept
 from edgexpert.stage import TokenTree
+from tests.speculation.drafts import GarbageDraft, OracleDraft, RandomDraft
 
 VOCAB, NEW = 12, 12
 PROMPT = [3, 1, 4]

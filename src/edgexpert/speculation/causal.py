@@ -30,9 +30,9 @@ def load_causal_draft(name: str | Path, tokenizer: PreTrainedTokenizerBase, voca
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
         raise UserError(f"{name} holds no causal language model with tokenizer that can be a draft; "
-                        "give a folder that transformers can load.") from error
+                        "give a folder that transformers can load") from error
     if own.get_vocab() != tokenizer.get_vocab():
-        raise UserError(f"The draft {name} has another vocabulary than the model; give a draft that shares its tokenizer.")
+        raise UserError(f"the draft {name} has another vocabulary than the model; give a draft that shares its tokenizer")
     return CausalDraft(model.to(device), vocab_size)  # type: ignore[arg-type]
 
 
@@ -48,7 +48,7 @@ class CausalDraft:
 
     def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
         if getattr(model, "_is_stateful", False):
-            raise UserError("A recurrent model cannot take back drafted tokens; give a draft with attention alone.")
+            raise UserError("a recurrent model cannot take back drafted tokens; give a draft with attention alone")
         self.model = model
         self.vocab_size = vocab_size
         self.bytes_read = 0.0
@@ -94,7 +94,7 @@ class CausalDraft:
             return top_log_probs(logits, shape.top_k)
 
         tree = build_tree(root, expand, shape)
-        self._cache.crop(committed)
+        self._cache.crop(committed - self._cache.get_seq_length())  # transformers wants how many to drop, negative
         return tree
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
@@ -103,6 +103,6 @@ class CausalDraft:
         bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
         bias.masked_fill_(~mask, torch.finfo(bias.dtype).min)
         out = self.model(input_ids=tokens[None], position_ids=positions[None], attention_mask=bias[None, None],
-                         past_key_values=self._cache, use_cache=True)
+                         cache=self._cache, use_cache=True)
         logits: Tensor = out.logits[0, :, :self.vocab_size]
         return logits

@@ -50,7 +50,7 @@ def load_eagle3(folder: str | Path, target_config: PreTrainedConfig, target_embe
     if own is not None and own.shape == target_embedding.shape and torch.equal(own.to(target_embedding), target_embedding):
         own = None
     if own is None and config.hidden_size != config.target_hidden_size:
-        raise UserError(f"The draft in {folder} is of another width than its target, so it must hold embed_tokens.weight.")
+        raise UserError(f"the draft in {folder} is of another width than its target, so it must hold embed_tokens.weight")
     if config.draft_vocab_size == config.vocab_size and not tensors.get("d2t", torch.zeros(1)).any():
         tensors.pop("d2t", None)  # some write the map that changes nothing
         tensors.pop("t2d", None)
@@ -59,15 +59,15 @@ def load_eagle3(folder: str | Path, target_config: PreTrainedConfig, target_embe
         model = Eagle3Model(config, target_embedding if own is None else None)
     expected = model.state_dict()
     tensors["embed_tokens.weight"] = target_embedding if own is None else own
-    for name in expected.keys() | tensors.keys():
+    for name in sorted(expected.keys() | tensors.keys()):
         if name not in tensors:
-            raise UserError(f"The draft in {folder} lacks the tensor {name}; get a complete copy of it.")
+            raise UserError(f"the draft in {folder} lacks the tensor {name}; get a complete copy of it")
         if name not in expected:
-            raise UserError(f"The draft in {folder} has the tensor {name}, which EAGLE-3 with this configuration has no use "
-                            "for; check its config.json.")
+            raise UserError(f"the draft in {folder} has the tensor {name}, which EAGLE-3 with this configuration has no use "
+                            "for; check its config.json")
         if tensors[name].shape != expected[name].shape:
-            raise UserError(f"The tensor {name} of the draft in {folder} has the shape {list(tensors[name].shape)}, but its "
-                            f"config.json asks for {list(expected[name].shape)}.")
+            raise UserError(f"the tensor {name} of the draft in {folder} has the shape {list(tensors[name].shape)}, but its "
+                            f"config.json asks for {list(expected[name].shape)}")
     if "d2t" in tensors:
         tensors["d2t"], tensors["t2d"] = tensors["d2t"].long(), tensors["t2d"].bool()
         _check_vocabulary(folder, tensors["d2t"], tensors["t2d"])
@@ -81,19 +81,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"The draft needs {path}, which cannot be read; give the folder of an EAGLE-3 draft.") from error
+        raise UserError(f"the draft needs {path}, which cannot be read; give the folder of an EAGLE-3 draft") from error
     except ValueError as error:
-        raise UserError(f"{path} is no valid JSON; get a complete copy of the draft.") from error
+        raise UserError(f"{path} is no valid JSON; get a complete copy of the draft") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object; get a complete copy of the draft.")
+        raise UserError(f"{path} must hold a JSON object; get a complete copy of the draft")
     return value
 
 
 def _check_vocabulary(folder: Path, d2t: Tensor, t2d: Tensor) -> None:
     ids = torch.arange(len(d2t)) + d2t
     if sorted(ids.tolist()) != t2d.nonzero()[:, 0].tolist():
-        raise UserError(f"d2t of the draft in {folder} must hold the offset from each draft id to its target id, and t2d must "
-                        "mark these ids and no others; get a complete copy of the draft.")
+        raise UserError(f"d2t of the draft in {folder} must hold the offset from each draft id to its target id, and t2d "
+                        "must mark these ids and no others; get a complete copy of the draft")
 
 
 def _official_name(name: str) -> str:
@@ -109,7 +109,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     for file in SINGLE_FILES:
         if (folder / file).exists():
             return _read_file(folder / file)
-    raise UserError(f"The draft in {folder} has no weights; it needs one of {', '.join(SINGLE_FILES + INDICES)}.")
+    raise UserError(f"the draft in {folder} has no weights; it needs one of {', '.join(SINGLE_FILES + INDICES)}")
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -119,7 +119,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
         return tensors
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} is missing or damaged; get a complete copy of the draft.") from error
+        raise UserError(f"{path} is missing or damaged; get a complete copy of the draft") from error
 
 
 def save_eagle3(model: Eagle3Model, folder: str | Path, format: Literal["official", "speculators"] = "official",
@@ -137,7 +137,7 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, format: Literal["officia
     folder = Path(folder)
     other = {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"} if folder.exists() else set()
     if other:
-        raise UserError(f"{folder} holds other files ({min(other)}); give an empty folder for the draft.")
+        raise UserError(f"{folder} holds other files ({min(other)}); give an empty folder for the draft")
     tensors = model.state_dict()
     if not model.owns_embedding:
         del tensors["embed_tokens.weight"]

@@ -34,7 +34,7 @@ def normalise_layers(ids: list[int], num_layers: int) -> tuple[int, int, int]:
     layers = tuple(layer + shift for layer in ids)
     if len(layers) != 3 or len(set(layers)) != 3 or not all(0 <= layer < num_layers for layer in layers):
         raise UserError(f"EAGLE-3 fuses three distinct layers, but the draft has {ids} for a model of {num_layers}; "
-                        "use a draft that was trained for this model.")
+                        "use a draft that was trained for this model")
     return layers
 
 
@@ -48,9 +48,9 @@ def parse_config(folder: Path, raw: Mapping[str, Any], num_layers: int) -> Eagle
     rope = dict(layer.rope_parameters)
     theta, kind = rope.pop("rope_theta"), rope["rope_type"]
     if layer.hidden_act != "silu" or "sliding_attention" in (getattr(layer, "layer_types", None) or ()):
-        raise UserError(f"The draft in {folder} must have SiLU activation and full attention; use another draft.")
+        raise UserError(f"the draft in {folder} must have SiLU activation and full attention; use another draft")
     if kind not in ROPE_KINDS or rope.get("partial_rotary_factor", 1) != 1:
-        raise UserError(f"The draft in {folder} must have a whole rotary embedding, one of {', '.join(ROPE_KINDS)}.")
+        raise UserError(f"the draft in {folder} must have a whole rotary embedding, one of {', '.join(ROPE_KINDS)}")
     more = raw.get("eagle_config") or {}
     ids = raw.get(LAYER_IDS) or more.get(LAYER_IDS)
     return Eagle3Config(
@@ -73,7 +73,7 @@ def _layer_config(folder: Path, raw: Mapping[str, Any]) -> Any:
             return LlamaConfig(**{key: value for key, value in raw.items() if key != "model_type"})
         return AutoConfig.for_model(**{"model_type": "llama", **nested})
     except Exception as error:  # transformers raises errors of many kinds for values that it does not accept
-        raise UserError(f"The config.json of the draft in {folder} is not that of a Llama layer: {error}") from error
+        raise UserError(f"the config.json of the draft in {folder} is not that of a Llama layer: {error}") from error
 
 
 def check_target(folder: Path, raw: Mapping[str, Any], config: Eagle3Config, target_config: PreTrainedConfig) -> None:
@@ -82,13 +82,13 @@ def check_target(folder: Path, raw: Mapping[str, Any], config: Eagle3Config, tar
     for what, draft, model in (("hidden size", config.target_hidden_size, target.hidden_size),
                                ("vocabulary size", config.vocab_size, target.vocab_size)):
         if draft != model:
-            raise UserError(f"The draft in {folder} is for a model of {what} {draft}, but this model's is {model}; "
-                            "use a draft that was trained for this model.")
+            raise UserError(f"the draft in {folder} is for a model of {what} {draft}, but this model's is {model}; "
+                            "use a draft that was trained for this model")
     verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
     names, architectures = verifier.get("architectures"), target_config.architectures
     if names and architectures and not set(names) & set(architectures):
-        raise UserError(f"The draft in {folder} is for {names[0]}, but this model is {architectures[0]}; "
-                        "use a draft that was trained for this model.")
+        raise UserError(f"the draft in {folder} is for {names[0]}, but this model is {architectures[0]}; "
+                        "use a draft that was trained for this model")
 
 
 def official_config(config: Eagle3Config) -> dict[str, Any]:
