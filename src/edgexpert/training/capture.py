@@ -200,6 +200,11 @@ class Captured:
     def __len__(self) -> int:
         return len(self.places)
 
+    def check(self, target: PreTrainedModel) -> None:
+        """Raises UserError when the states cannot be this target's."""
+        if (self.hidden_size, self.vocab_size) != (target.get_output_embeddings().in_features, target.config.vocab_size):
+            raise UserError(f"the states in {self.folder} are of another target; capture this one's into an empty folder")
+
     @property
     def longest(self) -> int:
         return max(length for _, _, length in self.places)

@@ -42,8 +42,6 @@ def draft_config(target: PreTrainedModel, recipe: DraftRecipe, captured: Capture
     """Sizes of a draft for a target: its hidden size, attention heads and vocabulary, unless the recipe says otherwise."""
     config = target.config.get_text_config()
     hidden, vocabulary = config.hidden_size, config.vocab_size
-    if (captured.hidden_size, captured.vocab_size) != (hidden, vocabulary):
-        raise UserError(f"the states in {captured.folder} are of another target; capture this one's")
     size = recipe.draft_vocab or vocabulary
     if size > vocabulary:
         raise UserError(f"a draft vocabulary of {size} is larger than the target's {vocabulary}; give at most that")
@@ -108,6 +106,7 @@ def train_draft(
     Returns the folder of the finished draft (``out/draft``), or the checkpoint when stopped early.
     """
     captured = Captured(states)
+    captured.check(target)
     draft = new_draft(draft_config(target, recipe, captured), target)
     scale = logit_scale(target)
     if not has_checkpoint(out):
