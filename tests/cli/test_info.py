@@ -26,7 +26,7 @@ def test_a_draft_that_does_not_fit_is_a_fact_and_no_failure(run: Run, tiny_check
     result = run("info", tiny_checkpoint, "--draft", "./nowhere")
     assert result.exit_code == 0
     assert "does not fit: there is no draft './nowhere'" in result.stdout
-    assert "8, 2 for each token" in result.stdout
+    assert "8, of which 2 for each token" in result.stdout
 
 
 def test_a_dense_model_is_refused_with_one_sentence(run: Run, tmp_path: Path) -> None:

@@ -42,13 +42,21 @@ def test_resume_needs_a_checkpoint(run: Run, tmp_path: Path, text: Path) -> None
     assert "no training to resume" in result.stderr
 
 
+def test_medusa_heads_are_trained_from_the_same_command(run: Run, tiny_checkpoint: Path, tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    result = run("train", "draft", "--kind", "medusa", "--model", tiny_checkpoint, "--text", text, "--out", out, "--steps", 1,
+                 "--ttt", 2, "--length", 32, "--sequences", 4, "--no-regenerate")
+    assert result.exit_code == 0, result.output
+    assert (out / "draft" / "config.json").is_file()
+
+
 @pytest.mark.parametrize("regenerate", ["--regenerate", "--no-regenerate"])
 def test_a_trained_draft_runs_the_model(
     run: Run, tiny_checkpoint: Path, tmp_path: Path, text: Path, regenerate: str
 ) -> None:
     out = tmp_path / "out"
     train = ["train", "draft", "--model", tiny_checkpoint, "--text", text, "--out", out, "--steps", 2, "--ttt", 2,
-             "--length", 32, regenerate]
+             "--length", 32, "--sequences", 8, regenerate]
     result = run(*train)
     assert result.exit_code == 0, result.output
     history = json.loads((out / "history.json").read_text())

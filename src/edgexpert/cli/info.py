@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgexpert.cli.options import MODEL_HELP, DraftName, Json
-from edgexpert.cli.show import print_json, print_line, print_rich, readable_bytes, table
+from edgexpert.cli.show import print_json, print_line, print_pairs, readable_bytes
 from edgexpert.errors import UserError
 
 if TYPE_CHECKING:
@@ -74,29 +74,22 @@ def _try_draft(name: str, loaded: LoadedModel) -> dict[str, Any]:
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """The facts as three small tables: the model, its bytes, its hyperparameters."""
-    rows = table("model", facts["model"])
-    for label, value in {
+    """The facts as text: the model, its bytes, its hyperparameters, its draft."""
+    print_pairs(facts["model"], {
         "family": facts["family"],
-        "layers": f"{facts['layers']}, {facts['moe_layers']} with experts",
-        "experts": f"{facts['experts']}, {facts['top_k']} for each token",
+        "layers": f"{facts['layers']}, of which {facts['moe_layers']} with experts",
+        "experts": f"{facts['experts']}, of which {facts['top_k']} for each token",
         "parameters": f"{facts['parameters']:,} in {facts['dtype']}",
         "context": f"{facts['context']:,} tokens",
         "chat template": "yes" if facts["chat_template"] else "no",
+    })
+    print_pairs("bytes by part", {
+        **{part.replace("_", " "): readable_bytes(size) for part, size in facts["bytes"].items()},
         "one expert": readable_bytes(facts["expert_bytes"]),
-        "plain decoding": f"{readable_bytes(facts['expert_bytes_per_token_plain'])} of experts per token",
-    }.items():
-        rows.add_row(label, value)
-    print_rich(rows)
-    sizes = table("\nbytes by part", "")
-    for part, size in facts["bytes"].items():
-        sizes.add_row(part.replace("_", " "), readable_bytes(size))
-    print_rich(sizes)
-    chosen = table("\nhyperparameters", "")
-    for name, value in facts["hyperparameters"].items():
-        chosen.add_row(name, str(value))
-    print_rich(chosen)
-    print_line("\npolicies: " + ", ".join(facts["policies"]))
+        "experts read for a token in plain decoding": readable_bytes(facts["expert_bytes_per_token_plain"]),
+    })
+    print_pairs("hyperparameters", {name: str(value) for name, value in facts["hyperparameters"].items()})
+    print_line("policies: " + ", ".join(facts["policies"]))
     draft = facts["draft"]
     verdict = f"fits ({draft['kind']})" if draft["fits"] else f"does not fit: {draft['reason']}"
     print_line(f"draft {draft['asked_for']}: {verdict}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -56,6 +57,15 @@ def table(*columns: str) -> Table:
     return result
 
 
+def print_pairs(title: str, pairs: Mapping[str, str]) -> None:
+    """Names and values in two columns under a title."""
+    rows = Table.grid(padding=(0, 1, 0, 2), pad_edge=True)
+    for name, value in pairs.items():
+        rows.add_row(name, Text(value))
+    print_line(title)
+    print_rich(rows)
+
+
 def print_rich(content: Table) -> None:
     Console(highlight=False).print(content)
 
@@ -82,7 +92,9 @@ def print_generation(generation: Generation) -> None:
     rows.add_row("expert bytes per output token, decode",
                  readable_bytes(generation.expert_bytes_per_token), readable_bytes(generation.expert_bytes_plain))
     print_rich(rows)
-    print_line("approximated: " + ("; ".join(generation.approximations) or "nothing: exact"))
+    # the names alone, on one line; --json has the whole sentences
+    names = [sentence.partition(":")[0] for sentence in generation.approximations]
+    print_line("approximated: " + (", ".join(names) or "nothing: exact"))
     for note in generation.notes:
         print_line(f"note: {note}")
     if generation.finish == "interrupted":

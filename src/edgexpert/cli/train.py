@@ -18,36 +18,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from edgexpert.engine import Engine
-    from edgexpert.speculation.eagle3 import Eagle3Model
+    from edgexpert.speculation.draft import Draft
     from edgexpert.training.examples import Source
 
 app = typer.Typer(help="Train a bundled model again, or a draft for any model.", no_args_is_help=True)
 Out = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the results.")]
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 VALIDATION_ONE_IN = 50
 VALIDATION_PROMPTS = 8
 VALIDATION_TOKENS = 64
 
 
-@app.command("model")
-def train_model(
+@app.command()
+def model(
     corpus: Annotated[Path, typer.Option(metavar="DIR", help="Folder with the corpus's text files.")],
     out: Out,
     recipe: Annotated[str, typer.Option(metavar="NAME", help="What to train.")] = "stories",
     compile: Annotated[bool, typer.Option(help="Fuse the loss with torch.compile, which needs a C++ compiler.")] = True,
 ) -> None:
     """Train a bundled model again, from its recipe. An interrupted training goes on from the checkpoint in --out."""
-    from edgexpert.training import model
+    from edgexpert.training.model import RECIPES, train_model
 
-    if recipe not in model.RECIPES:
-        raise UserError(f"there is no recipe {recipe!r}; choose one of {', '.join(model.RECIPES)}")
-    print_line(f"saved in {model.train_model(model.RECIPES[recipe], corpus, out, compile=compile)}")
+    if recipe not in RECIPES:
+        raise UserError(f"there is no recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
+    print_line(f"saved in {train_model(RECIPES[recipe], corpus, out, compile=compile)}")
 
 
-@app.command("draft")
-def train_draft(
+@app.command()
+def draft(
     model: Annotated[str, typer.Option(metavar="NAME", help=f"The target. {MODEL_HELP}")],
     out: Out,
     text: Annotated[
@@ -68,18 +69,24 @@ def train_draft(
     draft_vocab: Annotated[
         int | None, typer.Option(help="Tokens that the draft can propose. [default: all]", show_default=False)
     ] = None,
+    kind: Annotated[Literal["eagle3", "medusa"], typer.Option(help="EAGLE-3, or --ttt Medusa heads.")] = "eagle3",
     format: Annotated[Literal["official", "speculators"], typer.Option(help="Layout of the finished draft.")] = "official",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Train an EAGLE-3 draft for a model, on what the model itself writes."""
+    """Train a draft for a model, on what the model itself writes."""
+    if kind == "medusa" and format != "official":
+        raise UserError("only EAGLE-3 drafts can be written in the speculators format; leave --format out")
     if (text is None) == (chats is None):
         raise UserError("give the training data either as --text files or as a --chats file")
     from edgexpert.api import load
-    from edgexpert.training import draft
+    from edgexpert.speculation.eagle3_draft import Eagle3Draft
+    from edgexpert.speculation.medusa import MedusaDraft
     from edgexpert.training.capture import capture
+    from edgexpert.training.draft import train_draft
     from edgexpert.training.loop import DraftRecipe, has_checkpoint
+    from edgexpert.training.medusa import train_medusa
 
     recipe = DraftRecipe(steps=steps, ttt=ttt, draft_vocab=draft_vocab)
     if has_checkpoint(out) and not resume:
@@ -88,10 +95,13 @@ def train_draft(
         raise UserError(f"{out} holds no training to resume; leave --resume out")
     engine = load(model, draft="none", dtype=dtype, device=device)
     source, held_out = training_data(engine.tokenizer, text, chats, regenerate, sequences, length)
-    target = engine.host.model
-    capture(target, source, out / "states")
-    evaluate = acceptance_length(engine, held_out)
-    folder = draft.train_draft(target, recipe, out / "states", out, evaluate=evaluate, format=format)
+    target, states = engine.host.model, out / "states"
+    capture(target, source, states)
+    if kind == "medusa":
+        folder = train_medusa(target, recipe, states, out, evaluate=acceptance_length(engine, MedusaDraft, held_out))
+    else:
+        evaluate = acceptance_length(engine, Eagle3Draft, held_out)
+        folder = train_draft(target, recipe, states, out, evaluate=evaluate, format=format)
     print_line(f"saved in {folder}; use it with --draft {folder}")
 
 
@@ -112,7 +122,7 @@ def training_data(
     source: Source
     if regenerate:
         prompts = (examples.chat_prompts(chats, tokenizer)[:sequences] if chats is not None else
-                   examples.text_prompts(texts, tokenizer, (length // 16, length // 4), length, sequences))
+                   examples.text_prompts(texts, tokenizer, (length // 16, length // 4, length // 2), length, sequences))
         held_out, learned = _split(prompts)
         source = examples.Continuations(learned, length, chat=chats is not None)
     else:
@@ -121,7 +131,7 @@ def training_data(
         windows, kept = _split(given)
         held_out = [window.tokens[: length // 4] for window in windows]
         source = examples.Given(kept)
-    return source, [tokenizer.decode(ids, skip_special_tokens=True) for ids in held_out[:VALIDATION_PROMPTS]]
+    return source, [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in held_out[:VALIDATION_PROMPTS]]
 
 
 def _split(items: Sequence[T]) -> tuple[list[T], list[T]]:
@@ -131,12 +141,11 @@ def _split(items: Sequence[T]) -> tuple[list[T], list[T]]:
     return list(items[::VALIDATION_ONE_IN]), [item for i, item in enumerate(items) if i % VALIDATION_ONE_IN]
 
 
-def acceptance_length(engine: Engine, prompts: list[str]) -> Callable[[Eagle3Model], float]:
-    """Measures a draft by real tree decoding of ``prompts``: tokens per verify stage."""
-    from edgexpert.speculation.eagle3_draft import Eagle3Draft
+def acceptance_length(engine: Engine, kind: Callable[[M], Draft], prompts: list[str]) -> Callable[[M], float]:
+    """Measures a draft of some ``kind`` by real tree decoding of ``prompts``: tokens per verify stage."""
 
-    def measure(draft: Eagle3Model) -> float:
-        engine.draft = Eagle3Draft(draft)
+    def measure(network: M) -> float:
+        engine.draft = kind(network)
         results = [engine.generate(prompt, max_new_tokens=VALIDATION_TOKENS, ignore_eos=True) for prompt in prompts]
         return sum(r.speculation.emitted for r in results) / sum(r.speculation.stages for r in results)
 
