@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from edgexpert.errors import UserError
 from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.training.capture import Captured
-from edgexpert.training.draft import draft_config, initialise, new_draft, train_draft
+from edgexpert.training.corpus import END_OF_TEXT, is_held_out
+from edgexpert.training.draft import draft_config, initialise, new_draft, stories_continuations, train_draft
 from edgexpert.training.loop import DraftRecipe
+from edgexpert.training.model import STORIES
 
 RECIPE = DraftRecipe(steps=12, ttt=3, learning_rate=1e-2, warmup=2, tokens_per_batch=80, draft_vocab=40,
                      intermediate_size=32, num_attention_heads=4)
@@ -136,3 +138,14 @@ def test_sizes_that_do_not_fit_the_target_are_refused(target: PreTrainedModel, s
 def test_a_recipe_without_steps_is_refused() -> None:
     with pytest.raises(UserError, match="steps must be positive"):
         DraftRecipe(steps=0)
+
+
+def test_the_stories_draft_learns_no_document_that_is_held_out(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    texts = [" ".join(f"w{(number * step) % 59 + 1}" for step in range(1, 20)) for number in range(1, 59)]
+    held_out = [text for text in texts if is_held_out(text)]
+    assert held_out
+    for file in itertools.chain(*STORIES.domains.values()):
+        (tmp_path / file).write_text("".join(f"{text}\n{END_OF_TEXT}\n" for text in texts))
+    prompts = [tokenizer.decode(prompt[1:]) for prompt in stories_continuations(tmp_path, tokenizer).prompts]
+    assert any(texts[0].startswith(prompt) for prompt in prompts)
+    assert not any(text.startswith(prompt) for prompt in prompts for text in held_out)

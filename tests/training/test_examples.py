@@ -59,6 +59,13 @@ def test_chat_prompts_end_where_the_assistant_is_to_speak(tokenizer: PreTrainedT
     assert [tokenizer.decode(prompt) for prompt in chat_prompts(file, tokenizer)] == ["<|user|> w1 <|end|> <|bot|>"]
 
 
+def test_turns_that_start_too_late_are_no_prompts(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    file = write_chats(tmp_path, [("user", "w1"), ("assistant", "w2")], [("user", "w1 w2"), ("assistant", "w2")])
+    assert [len(prompt) for prompt in chat_prompts(file, tokenizer, longest=4)] == [4]
+    with pytest.raises(UserError, match="early enough"):
+        chat_prompts(file, tokenizer, longest=3)
+
+
 @pytest.mark.parametrize("line", ["not json", '{"text": "w1"}', '{"messages": [{"role": "user"}]}', "[1]"])
 def test_a_broken_line_of_chats_is_named(tokenizer: PreTrainedTokenizerFast, tmp_path: Path, line: str) -> None:
     file = tmp_path / "chats.jsonl"

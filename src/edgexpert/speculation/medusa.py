@@ -39,6 +39,8 @@ class MedusaHead(nn.Module):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__()
         self.block = nn.Linear(config.hidden_size, config.hidden_size)
+        nn.init.zeros_(self.block.weight)
+        nn.init.zeros_(self.block.bias)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from edgexpert.training.model import STORIES
 from edgexpert.training.unroll import Depth, UnrolledAttention, head_loss, learn_unrolled
 
 STORIES_DRAFT = DraftRecipe(
-    steps=1500, ttt=6, learning_rate=2e-3, warmup=75, tokens_per_batch=3072, intermediate_size=768, num_attention_heads=4)
+    steps=1200, ttt=6, learning_rate=2e-3, warmup=60, tokens_per_batch=3072, intermediate_size=768, num_attention_heads=4)
 RECIPES = {"stories": STORIES_DRAFT}
 
 

@@ -218,10 +218,16 @@ def chat_examples(file: Path, tokenizer: PreTrainedTokenizerBase, length: int) -
     return examples
 
 
-def chat_prompts(file: Path, tokenizer: PreTrainedTokenizerBase) -> list[Tensor]:
-    """What stands before every assistant turn of a chats file, for the target to answer itself."""
+def chat_prompts(file: Path, tokenizer: PreTrainedTokenizerBase, longest: int | None = None) -> list[Tensor]:
+    """What stands before every assistant turn of a chats file, for the target to answer itself.
+
+    Args:
+        longest: turns with more tokens than this before them are left out.
+    """
     prompts = [torch.tensor(tokenizer(before, add_special_tokens=False)["input_ids"])
                for before, _ in _turns(file, tokenizer)]
-    if not prompts:
-        raise UserError(f"there is no assistant turn in {file}; give chats that have answers")
-    return prompts
+    fitting = [prompt for prompt in prompts if longest is None or len(prompt) <= longest]
+    if not fitting:
+        raise UserError(f"there is no assistant turn in {file} that starts early enough; give more or shorter chats, "
+                        "with answers")
+    return fitting

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from edgexpert.errors import UserError
-from edgexpert.speculation.medusa import MedusaConfig, MedusaModel, save_medusa
+from edgexpert.speculation.medusa import MedusaConfig, MedusaHead, MedusaModel, save_medusa
 from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits
 from edgexpert.training.loop import DraftRecipe, fit
 from edgexpert.training.unroll import Depth, head_loss, learn
@@ -18,7 +18,7 @@ from edgexpert.training.unroll import Depth, head_loss, learn
 
 @torch.no_grad()
 def new_medusa(target: PreTrainedModel, heads: int, scale: float) -> MedusaModel:
-    """Heads that all guess what the target's own head does: each block starts as zero, as in Medusa's section 2.2.1."""
+    """Heads that all guess what the target's own head does: their blocks start as zero."""
     config = target.config.get_text_config()
     norm = target.get_decoder().norm
     model = MedusaModel(MedusaConfig(heads, config.hidden_size, config.vocab_size, config.num_hidden_layers,
@@ -27,8 +27,7 @@ def new_medusa(target: PreTrainedModel, heads: int, scale: float) -> MedusaModel
     model.norm.weight.requires_grad_(False)
     _check_norm(target, model)
     for head in model.heads:
-        head.block.weight.zero_()
-        head.block.bias.zero_()
+        assert isinstance(head, MedusaHead)
         head.lm_head.weight.copy_(target.get_output_embeddings().weight * scale)
     return model.to(target.device)
 
