@@ -10,13 +10,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.encoder.encoder import ImportanceEncoder
-from edgexpert.engine import Engine, text_and_offsets
+from edgexpert.engine import Engine
 from edgexpert.errors import UserError
 from edgexpert.model.attach import attach_policy
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
 from edgexpert.policy import Policy, policy_named
 from edgexpert.speculation.loading import load_draft
+from edgexpert.text import text_and_offsets
 
 
 def load(

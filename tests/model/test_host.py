@@ -12,7 +12,8 @@ from tests.conftest import make_model
 
 def library_greedy(model: PreTrainedModel, ids: list[int], new: int) -> tuple[list[int], list[torch.Tensor]]:
     out = model.generate(
-        torch.tensor([ids]), max_new_tokens=new, min_new_tokens=new, do_sample=False, output_logits=True, return_dict_in_generate=True
+        torch.tensor([ids]), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+        output_logits=True, return_dict_in_generate=True,
     )
     return out.sequences[0, len(ids) :].tolist(), [logits[0] for logits in out.logits]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ def stage_mask(stage: Stage, model: PreTrainedModel, device: torch.device) -> MA
     """
     config = model.config.get_text_config()
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    slides = bool(window) and "sliding_attention" in types
+    window = int(getattr(config, "sliding_window", None) or 0)
+    slides = window > 0 and "sliding_attention" in types
     total = stage.prefix + len(stage.tokens)
     if not stage.is_tree and not slides:
         return None
@@ -67,7 +68,7 @@ def watch_received_attention(
         )
     attend, mask = ALL_ATTENTION_FUNCTIONS[name], stage.tree.mask
 
-    def watching(module: torch.nn.Module, query: Tensor, key: Tensor, *args: object, **kwargs: object) -> object:
+    def watching(module: torch.nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         scores = (query @ keys.transpose(2, 3)).float() * (kwargs.get("scaling") or query.shape[-1] ** -0.5)  # [1, h, T, n]
         scores[..., stage.prefix :] = scores[..., stage.prefix :].masked_fill(~mask.to(scores.device), float("-inf"))

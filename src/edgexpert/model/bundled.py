@@ -1,46 +1,18 @@
-"""Bundled checkpoints: 8-bit rows with a scale each, so that a trained model fits into a wheel.
-
-The files hold standard transformers tensor names. A matrix ``name`` is stored as int8 with ``name.scale`` float32, one for
-each row of its last dimension; everything else is stored as it is. Loading gives the dequantised weights.
-"""
+"""Bundled checkpoints: a standard transformers model whose large matrices are stored as 8-bit rows, to fit into a wheel."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from edgexpert.errors import UserError
+from edgexpert.int8 import dequantise_rows, quantise_rows
 
 WEIGHTS = "model.int8.safetensors"
-SCALE = ".scale"
-LARGE = 1 << 16
-
-
-def quantise_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Int8 with one scale a row for every large floating-point matrix; routers and norms are small and stay as they are."""
-    packed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if tensor.dim() < 2 or tensor.numel() < LARGE or not tensor.is_floating_point():
-            packed[name] = tensor.contiguous()
-            continue
-        scale = tensor.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-        packed[name] = (tensor.float() / scale).round().to(torch.int8)
-        packed[name + SCALE] = scale.squeeze(-1)
-    return packed
-
-
-def dequantise_rows(packed: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The float32 tensors of `quantise_rows`."""
-    return {
-        name: tensor.float() * packed[name + SCALE].unsqueeze(-1) if name + SCALE in packed else tensor
-        for name, tensor in packed.items()
-        if not name.endswith(SCALE)
-    }
+LARGE = 1 << 16  # routers and norms are small and stay as they are
 
 
 def is_packed(folder: Path) -> bool:
@@ -55,7 +27,7 @@ def save_packed(model: PreTrainedModel, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
     tied = set(model.all_tied_weights_keys or {})
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
-    save_file(quantise_rows(tensors), folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(quantise_rows(tensors, LARGE), folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def load_packed(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -69,5 +41,5 @@ def load_packed(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | str
     model.tie_weights()
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
-        model.generation_config = type(model.generation_config).from_dict(json.loads((folder / "generation_config.json").read_text()))
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()

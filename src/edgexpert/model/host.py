@@ -23,8 +23,8 @@ from edgexpert.errors import UserError
 from edgexpert.kernels.experts import run_experts
 from edgexpert.ledger import Ledger, Phase
 from edgexpert.model.attention import stage_mask, watch_received_attention
-from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes, find_blocks
 from edgexpert.model.batch import route, select_channels
+from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes, find_blocks
 from edgexpert.model.cache import TreeCache, bytes_per_token
 from edgexpert.plan import ChannelSelection, LayerPlan, Routing
 from edgexpert.policy import Policy
@@ -70,6 +70,8 @@ class HostedModel:
         self.model = model.eval()
         self.config = model.config.get_text_config()
         self.blocks = find_blocks(model)
+        for earlier in {block.experts._edgexpert[0] for block in self.blocks if hasattr(block.experts, "_edgexpert")}:
+            earlier.detach()
         if not self.blocks:
             raise UserError(
                 f"{model.config.name_or_path or 'this model'} (model type {self.config.model_type}) has no mixture-of-experts "
@@ -203,7 +205,7 @@ class HostedModel:
                 assert block.form is not None
                 routing = route(self.policy, exact, block.form.scores(logits), running.stages)
             running.routings[block.layer] = routing
-            return (logits, weights, experts) if routing is exact else (logits, routing.weights.to(weights.dtype), routing.experts)
+            return output if routing is exact else (logits, routing.weights.to(weights.dtype), routing.experts)
 
         return decide
 

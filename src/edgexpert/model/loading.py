@@ -76,7 +76,9 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
             model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
             missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
             if missing:
-                raise UserError(f"the checkpoint {name} lacks {len(missing)} of the model's tensors, {missing[0]} for one; download it again")
+                raise UserError(
+                    f"the checkpoint {name} lacks {len(missing)} of the model's tensors, {missing[0]} for one; download it again"
+                )
         tokenizer = AutoTokenizer.from_pretrained(source)
     except UserError:
         raise

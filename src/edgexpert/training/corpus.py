@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from edgexpert.errors import UserError
@@ -44,7 +44,7 @@ def is_held_out(document: str) -> bool:
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with single digits and one special token, ``<|endoftext|>``."""
+    """A byte-level BPE tokenizer with single digits and one special token, ``<|endoftext|>``, which begins every text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -57,6 +57,8 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    start = tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer.post_processor = processors.TemplateProcessing(f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, start)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END_OF_TEXT, bos_token=END_OF_TEXT, pad_token=END_OF_TEXT
     )
@@ -70,7 +72,7 @@ def encode(texts: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> np.ndarr
 
     def flush() -> None:
         for ids in tokenizer(batch, return_attention_mask=False)["input_ids"] if batch else []:
-            pieces.append(np.array([end, *ids], dtype=np.uint16))
+            pieces.append(np.array(ids, dtype=np.uint16))  # the end-of-text token stands first
         batch.clear()
 
     for text in texts:

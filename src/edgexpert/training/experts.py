@@ -6,8 +6,10 @@ expert and padded to the busiest expert's count, so that a layer is three batche
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 NAME = "edgexpert_training"
@@ -17,12 +19,12 @@ class _Dispatch(torch.autograd.Function):
     """Copies tokens into their experts' slots. Both directions are gathers (an index_put backward takes a third of a step)."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, token_of_slot: Tensor, slot: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, token_of_slot: Tensor, slot: Tensor) -> Tensor:
         ctx.save_for_backward(slot)
         return torch.cat([x, x.new_zeros(1, x.shape[1])]).index_select(0, token_of_slot)  # the last row pads
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (slot,) = ctx.saved_tensors
         tokens, k = slot.shape
         return grad.index_select(0, slot.reshape(-1)).view(tokens, k, -1).sum(1), None, None
@@ -32,18 +34,18 @@ class _Collect(torch.autograd.Function):
     """Takes each (token, choice) result out of its slot; the reverse of `_Dispatch`."""
 
     @staticmethod
-    def forward(ctx, out: Tensor, choice_of_slot: Tensor, slot: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, out: Tensor, choice_of_slot: Tensor, slot: Tensor) -> Tensor:
         ctx.save_for_backward(choice_of_slot)
         return out.index_select(0, slot.reshape(-1)).view(*slot.shape, -1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (choice_of_slot,) = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
         return torch.cat([flat, flat.new_zeros(1, flat.shape[1])]).index_select(0, choice_of_slot), None, None
 
 
-def batched_experts(self: nn.Module, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def batched_experts(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Weighted sum of the routed experts of each token: ``x`` [T, H], ``top_k_*`` [T, k] -> [T, H]."""
     tokens, k = top_k_index.shape
     experts = self.gate_up_proj.shape[0]
