@@ -178,7 +178,7 @@ class Engine:
         ids = self.encode(prompt)
         if isinstance(continuation, str):
             continuation = self.tokenizer(continuation, add_special_tokens=False)["input_ids"]
-        truth = list(continuation)
+        truth: list[int] = list(continuation)  # type: ignore[arg-type]
         if not truth:
             raise UserError("the continuation is empty; give the text to score")
         self._check_context(len(ids), len(truth))

@@ -73,7 +73,8 @@ class Routing:
     @cached_property
     def loaded(self) -> Tensor:
         """Experts that some token computes with, ascending, int64 [U]."""
-        return self.pair_expert.unique()
+        experts: Tensor = torch.unique(self.pair_expert)
+        return experts
 
 
 @dataclass(frozen=True, eq=False)

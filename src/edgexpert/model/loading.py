@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +17,7 @@ from edgexpert.errors import UserError
 from edgexpert.model.bundled import is_packed, load_packed
 
 BUNDLED = ("stories",)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 
 @dataclass(frozen=True)
