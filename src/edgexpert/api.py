@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from edgexpert.encoder.encoder import ImportanceEncoder
 from edgexpert.engine import Engine
 from edgexpert.errors import UserError
 from edgexpert.model.attach import attach_policy
+from edgexpert.model.calibrated import read_calibrated
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
 from edgexpert.policy import Policy, policy_named
@@ -45,7 +47,7 @@ def load(
     """
     chosen = _policy(policy, overrides)
     loaded = load_model(model, dtype=dtype, device=device)
-    host = HostedModel(loaded.model, chosen)
+    host = HostedModel(loaded.model, chosen, read_calibrated(loaded.folder))
     drafting, notes = load_draft(draft, loaded.model, loaded.tokenizer, loaded.folder)
     weigher = ImportanceEncoder.from_pretrained(encoder) if encoder else None
     return Engine(host, loaded.tokenizer, name=model, draft=drafting, encoder=weigher, notes=notes)
@@ -75,7 +77,8 @@ def attach(
         assert tokenizer is not None and encoder is not None
         return chosen.weigh_prompt(encoder.weigh(*text_and_offsets(tokenizer, ids)))
 
-    return attach_policy(model, chosen, weigh)
+    folder = Path(model.config.name_or_path)
+    return attach_policy(model, chosen, weigh, read_calibrated(folder if folder.is_dir() else None))
 
 
 def _policy(policy: str | Policy, overrides: dict[str, Any]) -> Policy:

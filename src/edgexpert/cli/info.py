@@ -22,11 +22,12 @@ def info(
     json: Json = False,
 ) -> None:
     """Show what a model is made of, whether a draft fits it, and the hyperparameters chosen for it."""
+    from edgexpert.model.calibrated import read_calibrated
     from edgexpert.model.host import HostedModel
     from edgexpert.model.loading import load_model
 
     loaded = load_model(model, dtype="auto")
-    facts = describe(model, loaded, HostedModel(loaded.model), draft)
+    facts = describe(model, loaded, HostedModel(loaded.model, calibrated=read_calibrated(loaded.folder)), draft)
     if json:
         print_json(facts)
     else:
@@ -52,6 +53,7 @@ def describe(name: str, loaded: LoadedModel, host: HostedModel, draft: str) -> d
         "expert_bytes_per_token_plain": host.plain_decode_expert_bytes,
         "draft": _try_draft(draft, loaded),
         "hyperparameters": asdict(host.policy.hyperparameters),
+        "hyperparameters_calibrated": host.calibrated is not None,
         "policies": ["exact"] if any(block.form is None for block in host.blocks) else _policies(),
     }
 

@@ -10,13 +10,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from edgexpert.model.host import HostedModel, Pass
-from edgexpert.policy import Policy
+from edgexpert.policy import Hyperparameters, Policy
 from edgexpert.stage import Stage, TokenTree
 
 Weigh = Callable[[Sequence[int]], Tensor]
 
 
-def attach_policy(model: PreTrainedModel, policy: Policy, weigh: Weigh) -> HostedModel:
+def attach_policy(
+    model: PreTrainedModel, policy: Policy, weigh: Weigh, calibrated: Hyperparameters | None = None
+) -> HostedModel:
     """From now on every forward pass of ``model`` runs under ``policy``, `model.generate` and evaluation harnesses included.
 
     Several new tokens a sequence make a prefill stage, a single one makes a verify stage (a tree of one token). Sequences of
@@ -27,7 +29,7 @@ def attach_policy(model: PreTrainedModel, policy: Policy, weigh: Weigh) -> Hoste
 
     Returns the host, whose ``ledger`` counts; its ``detach()`` undoes everything.
     """
-    host = HostedModel(model, policy)
+    host = HostedModel(model, policy, calibrated)
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)

@@ -27,7 +27,7 @@ from edgexpert.model.batch import route, select_channels
 from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes, find_blocks
 from edgexpert.model.cache import TreeCache, bytes_per_token
 from edgexpert.plan import ChannelSelection, LayerPlan, Routing
-from edgexpert.policy import Policy
+from edgexpert.policy import Hyperparameters, Policy
 from edgexpert.stage import Stage
 
 EXPERTS_IMPLEMENTATION = "edgexpert"
@@ -66,8 +66,11 @@ class Pass:
 class HostedModel:
     """Runs stages through a transformers MoE model, deciding every layer by a policy and counting every byte."""
 
-    def __init__(self, model: PreTrainedModel, policy: Policy | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, policy: Policy | None = None, calibrated: Hyperparameters | None = None
+    ) -> None:
         self.model = model.eval()
+        self.calibrated = calibrated
         self.config = model.config.get_text_config()
         self.blocks = find_blocks(model)
         for earlier in {block.experts._edgexpert[0] for block in self.blocks if hasattr(block.experts, "_edgexpert")}:
@@ -113,7 +116,9 @@ class HostedModel:
 
     def set_policy(self, policy: Policy) -> None:
         """Decides by ``policy`` from the next stage on; its open hyperparameters are chosen for this model."""
-        policy = policy.resolved(model_type=self.config.model_type, num_experts=self.num_experts, top_k=self.top_k)
+        policy = policy.resolved(
+            model_type=self.config.model_type, num_experts=self.num_experts, top_k=self.top_k, calibrated=self.calibrated
+        )
         if not policy.is_exact and any(block.form is None for block in self.blocks):
             raise UserError(
                 f"the router of model type {self.config.model_type} scores experts in a way that EdgeXpert does not know; "

@@ -1,6 +1,7 @@
 """The decisions: pure tensor functions, and one `Policy` that composes them."""
 
+from edgexpert.policy.hyperparameters import Hyperparameters
 from edgexpert.policy.policy import Policy
 from edgexpert.policy.presets import PRESETS, policy_named
 
-__all__ = ["PRESETS", "Policy", "policy_named"]
+__all__ = ["PRESETS", "Hyperparameters", "Policy", "policy_named"]

@@ -61,14 +61,19 @@ class Policy:
         assert None not in values.values(), "resolve the policy for a model first"
         return Hyperparameters(**values)
 
-    def resolved(self, *, model_type: str, num_experts: int, top_k: int) -> Policy:
-        """This policy for one model: what is None is chosen by `choose_hyperparameters`, then every rule is checked.
+    def resolved(
+        self, *, model_type: str, num_experts: int, top_k: int, calibrated: Hyperparameters | None = None
+    ) -> Policy:
+        """This policy for one model: what is None is filled in, then every rule is checked.
+
+        Args:
+            calibrated: hyperparameters found for this very checkpoint; else `choose_hyperparameters` chooses.
 
         Raises:
             UserError: names the rule that is broken.
         """
         self._check_switches()
-        chosen = asdict(choose_hyperparameters(model_type, num_experts, top_k))
+        chosen = asdict(calibrated or choose_hyperparameters(model_type, num_experts, top_k))
         policy = replace(self, **{name: value for name, value in chosen.items() if getattr(self, name) is None})
         policy.hyperparameters.check(num_experts, top_k)
         return policy

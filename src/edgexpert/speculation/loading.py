@@ -13,6 +13,7 @@ from edgexpert.speculation.causal import load_causal_draft
 from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.draft import Draft
 from edgexpert.speculation.eagle3_draft import Eagle3Draft
+from edgexpert.speculation.medusa import MedusaDraft, load_medusa
 from edgexpert.speculation.ngram import NgramDraft
 
 BESIDE_MODEL = "draft"  # sub-folder of a model in which ``auto`` looks for an EAGLE-3 draft
@@ -38,7 +39,12 @@ def load_draft(
             return NgramDraft(), ["no EAGLE-3 draft lies beside this model, so prompt look-up (ngram) drafts; see --draft"]
         name = str(beside)
     source = _folder_of(name)
-    config = json.loads((source / "config.json").read_text())
+    try:
+        config = json.loads((source / "config.json").read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"the config.json of the draft {name} is damaged ({error}); download the draft again") from error
+    if config.get("model_type") == "medusa":
+        return MedusaDraft(load_medusa(source, model.config.get_text_config()).to(model.device, model.dtype)), []
     if is_eagle3(config):
         embedding = model.get_input_embeddings().weight
         return Eagle3Draft(load_eagle3(source, model.config, embedding).to(model.device, model.dtype)), []

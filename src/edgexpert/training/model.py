@@ -29,11 +29,18 @@ from edgexpert.training import experts as training_experts
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training: how many steps, on which shares of the domains, with sequences of which length."""
+    """A stretch of training: how many steps, on which shares of the domains, with sequences of which length.
+
+    Attributes:
+        balance: weight of the load-balancing loss.
+        peak: a phase with a peak begins a new warm-up and cosine of the learning rate, which lasts until the next such phase.
+    """
 
     steps: int
     shares: Mapping[str, float]
     length: int
+    balance: float = 0.004
+    peak: float | None = None
 
 
 @dataclass(frozen=True)
@@ -44,11 +51,9 @@ class Recipe:
     config: Mapping[str, Any]
     phases: Sequence[Phase]
     tokens_per_step: int = 4096
-    learning_rate: float = 2e-3
     warmup: int = 150
     final_rate: float = 0.05  # of the peak
     weight_decay: float = 0.1
-    balance: float = 0.004  # weight of the load-balancing loss
     seed: int = 1
 
     @property
@@ -88,11 +93,12 @@ STORIES = Recipe(
         norm_topk_prob=True,
         tie_word_embeddings=True,
         max_position_embeddings=1024,
-        router_aux_loss_coef=0.004,
     ),
     phases=[
-        Phase(2100, {"simple": 0.5, "tales": 0.15, "books": 0.35}, 512),
+        Phase(2100, {"simple": 0.5, "tales": 0.15, "books": 0.35}, 512, peak=2e-3),
         Phase(700, {"simple": 0.75, "tales": 0.15, "books": 0.1}, 1024),
+        # Trained on with a weaker balance, so that one text may keep to fewer experts, as in models of many domains.
+        Phase(400, {"simple": 0.65, "tales": 0.2, "books": 0.15}, 1024, balance=0.0005, peak=1e-3),
     ],
 )
 DENSE = replace(
@@ -104,11 +110,16 @@ RECIPES = {"stories": STORIES, "stories-dense": DENSE}
 
 
 def learning_rate(recipe: Recipe, step: int) -> float:
-    """Linear warm-up, then a cosine to ``final_rate`` of the peak."""
-    if step < recipe.warmup:
-        return recipe.learning_rate * (step + 1) / recipe.warmup
-    done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
-    return recipe.learning_rate * (recipe.final_rate + (1 - recipe.final_rate) * 0.5 * (1 + math.cos(math.pi * done)))
+    """Linear warm-up, then a cosine to ``final_rate`` of the peak; anew from each phase that has a peak."""
+    starts = np.cumsum([0, *(phase.steps for phase in recipe.phases)]).tolist()
+    cycles = [(start, phase.peak) for start, phase in zip(starts, recipe.phases, strict=False) if phase.peak is not None]
+    start, peak = next(cycle for cycle in reversed(cycles) if cycle[0] <= step)
+    end = next((later for later, _ in cycles if later > start), recipe.steps)
+    warmup = min(recipe.warmup, (end - start) // 10)
+    if step - start < warmup:
+        return peak * (step - start + 1) / warmup
+    done = (step - start - warmup) / max(1, end - start - warmup)
+    return peak * (recipe.final_rate + (1 - recipe.final_rate) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def balance_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
@@ -220,7 +231,7 @@ def train_model(
             ids = mixture.batch(state.step, recipe.seed, phase.shares, sequences, phase.length)
             with torch.autocast("cpu", torch.bfloat16):
                 entropy, balance = step_loss(ids)
-                loss = entropy + recipe.balance * balance
+                loss = entropy + phase.balance * balance
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
