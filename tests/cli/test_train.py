@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from edgexpert.cli.train import training_data
+from edgexpert.training.examples import Continuations
 from tests.cli.conftest import Run
+from tests.conftest import make_tokenizer
 
 
 @pytest.fixture
@@ -40,6 +43,17 @@ def test_resume_needs_a_checkpoint(run: Run, tmp_path: Path, text: Path) -> None
     result = run("train", "draft", "--model", "stories", "--out", tmp_path / "out", "--text", text, "--resume")
     assert result.exit_code == 2
     assert "no training to resume" in result.stderr
+
+
+def test_chats_too_long_for_a_sequence_are_left_out_and_do_not_end_the_training(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    chats = [[{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b"}] for n in (8, 500, 31, 32)]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    source, held_out = training_data(tokenizer, None, file, regenerate=True, sequences=10, length=32)
+    assert isinstance(source, Continuations)
+    assert sorted([*map(len, source.prompts), *map(len, held_out)]) == [8, 31]
 
 
 def test_medusa_heads_are_trained_from_the_same_command(run: Run, tiny_checkpoint: Path, tmp_path: Path, text: Path) -> None:
