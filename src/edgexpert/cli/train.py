@@ -121,7 +121,7 @@ def training_data(
     prompts: Sequence[Tensor]
     source: Source
     if regenerate:
-        prompts = (examples.chat_prompts(chats, tokenizer)[:sequences] if chats is not None else
+        prompts = (examples.chat_prompts(chats, tokenizer, longest=length - 1)[:sequences] if chats is not None else
                    examples.text_prompts(texts, tokenizer, (length // 16, length // 4, length // 2), length, sequences))
         held_out, learned = _split(prompts)
         source = examples.Continuations(learned, length, chat=chats is not None)
