@@ -1,0 +1,193 @@
+"""Which speculative-decoding framework suits an edge device: kinds of drafts for one target (paper, Figures 4(b) and 11).
+
+    python benchmarks/frameworks.py [--model stories] [--draft auto] [--medusa FOLDER] [--little FOLDER]
+
+Greedy, exact policy, the same held-out prompts for all, interleaved text by text. Traffic is weight bytes of the verify
+stages and of the drafting for them. The first stage of each text is not counted, because in it a draft reads the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from itertools import zip_longest
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+import edgexpert
+from edgexpert.engine import Engine
+from edgexpert.errors import UserError
+from edgexpert.generation import Speculation
+from edgexpert.ledger import Ledger
+from edgexpert.model.blocks import find_blocks
+from edgexpert.model.loading import load_model, resolve
+from edgexpert.speculation.causal import CausalDraft
+from edgexpert.speculation.draft import Draft, TreeShape
+from edgexpert.speculation.eagle3_draft import Eagle3Draft
+from edgexpert.speculation.loading import load_draft
+from edgexpert.speculation.medusa import MedusaDraft
+from edgexpert.speculation.ngram import NgramDraft
+from edgexpert.speculation.sampling import Sampler, SamplingParams
+from self_draft import GROUP, MoeDraft, stored_bits, weight_bytes
+
+BUNDLED_TEXTS = Path(edgexpert.__file__).parent / "models" / "stories" / "held_out.jsonl"
+SELF_DRAFT_BITS = (2, 3)
+SCALED_BITS = 4  # at which an edge device would store target and drafts
+
+
+def make_drafts(engine: Engine, eagle3: str, medusa: str | None, little: str | None) -> dict[str, Draft | None]:
+    """All that can be had, by name; says what is left out."""
+    model, folder, vocab_size = engine.host.model, resolve(engine.name)[1], engine.host.config.vocab_size
+    drafts: dict[str, Draft | None] = {"plain": None, "ngram": NgramDraft()}
+    trained = ("eagle3", eagle3, Eagle3Draft), ("medusa", medusa, MedusaDraft), ("big-little", little, CausalDraft)
+    for name, source, kind in trained:
+        draft = load_draft(source, model, engine.tokenizer, folder)[0] if source is not None else None
+        if draft is None or isinstance(draft, NgramDraft):
+            print(f"{name} is left out: " + ("no draft lies beside the model" if draft else "no folder was given"))
+            continue
+        if not isinstance(draft, kind):
+            raise UserError(f"{source} holds a draft of kind {draft.name}; give a folder with one of kind {name}")
+        is_moe = isinstance(draft, CausalDraft) and find_blocks(draft.model)
+        drafts[name] = MoeDraft(draft.model, vocab_size) if is_moe else draft
+    for bits in SELF_DRAFT_BITS:
+        drafts[f"low-bit {bits}"] = MoeDraft(load_model(engine.name).model, vocab_size, bits)
+    return drafts
+
+
+def measure(engine: Engine, draft: Draft | None, prompt: list[int], new_tokens: int, shape: TreeShape) -> dict[str, Any]:
+    """One draft on one prompt. Bytes are as stored here; ``low_bit_draft_bytes`` is the part of the draft's in few bits."""
+    engine.draft = draft
+    sampler = Sampler(SamplingParams())
+    run, logits = engine.prefill(prompt, new_tokens + shape.size + 3 * (shape.depth + 1))
+    run.committed.append(int(logits.argmax()))
+    engine.decode_stage(run, shape, sampler)
+    run.speculation, run.ledger = Speculation(), Ledger()
+    engine.host.ledger = run.ledger
+    read, low = getattr(draft, "bytes_read", 0.0), getattr(draft, "low_bit_bytes", 0.0)
+    started = time.perf_counter()
+    while run.speculation.emitted < new_tokens:
+        engine.decode_stage(run, shape, sampler)
+    return {
+        "seconds": time.perf_counter() - started,
+        "stages": run.speculation.stages,
+        "emitted": run.speculation.emitted,
+        "accepted_per_depth": run.speculation.accepted_per_depth,
+        "target_bytes": weight_bytes(run.ledger.decode),
+        "draft_bytes": getattr(draft, "bytes_read", 0.0) - read,
+        "low_bit_draft_bytes": getattr(draft, "low_bit_bytes", 0.0) - low,
+    }
+
+
+def summarise(rows: list[dict[str, Any]], scaling: float) -> dict[str, Any]:
+    """Sums over texts. ``scaling`` takes bytes as stored here to `SCALED_BITS` bits; fewer bits stay as they are."""
+    stages, emitted, target, draft, low = (
+        sum(row[key] for row in rows) for key in ("stages", "emitted", "target_bytes", "draft_bytes", "low_bit_draft_bytes")
+    )
+    depths = zip_longest(*(row["accepted_per_depth"] for row in rows), fillvalue=0)
+    return {
+        "acceptance_length": emitted / stages,
+        "accepted_per_depth": [sum(counts) / stages for counts in depths],
+        "target_kb_per_token": target / emitted / 1e3,
+        "draft_kb_per_token": draft / emitted / 1e3,
+        "scaled_target_kb_per_token": target * scaling / emitted / 1e3,
+        "scaled_draft_kb_per_token": (low + (draft - low) * scaling) / emitted / 1e3,
+        "tokens_per_s": statistics.median(row["emitted"] / row["seconds"] for row in rows),
+    }
+
+
+def main(
+    model: Annotated[str, typer.Option(help="bundled name, folder or Hub name")] = "stories",
+    draft: Annotated[str, typer.Option(help="EAGLE-3: auto for the one beside the model, or a folder")] = "auto",
+    medusa: Annotated[str | None, typer.Option(help="folder of Medusa heads")] = None,
+    little: Annotated[str | None, typer.Option(help="folder of a smaller causal model")] = None,
+    texts: Annotated[Path, typer.Option(help='JSON lines with a "text" each')] = BUNDLED_TEXTS,
+    prompt_tokens: int = 100,
+    new_tokens: int = 120,
+    limit: int = 24,
+    tree_size: int = 64,
+    tree_depth: int = 6,
+    out: Path = Path("benchmarks/results"),
+) -> None:
+    engine = edgexpert.load(model, draft="none")
+    shape = TreeShape(size=tree_size, depth=tree_depth)
+    encoded = [engine.encode(json.loads(line)["text"]) for line in texts.read_text(encoding="utf-8").splitlines()]
+    prompts = [ids[:prompt_tokens] for ids in encoded if len(ids) >= prompt_tokens][:limit]
+    if not prompts:
+        raise UserError(f"no text in {texts} has {prompt_tokens} tokens; give longer texts or a lower --prompt-tokens")
+    drafts = make_drafts(engine, draft, medusa, little)
+    rows: dict[str, list[dict[str, Any]]] = {name: [] for name in drafts}
+    for prompt in track(prompts, description="texts"):
+        for name, drafting in drafts.items():
+            rows[name].append(measure(engine, drafting, prompt, new_tokens, shape))
+    bits = 8 * engine.host.model.dtype.itemsize
+    table = {name: summarise(found, stored_bits(SCALED_BITS) / bits) for name, found in rows.items()}
+    for row in table.values():
+        for kind in ("", "scaled_"):
+            plain = table["plain"][f"{kind}target_kb_per_token"]
+            row[f"{kind}normalised"] = (row[f"{kind}target_kb_per_token"] + row[f"{kind}draft_kb_per_token"]) / plain
+    about = {
+        "model": model, "texts": len(prompts), "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "tree": vars(shape),
+        "stored_bits": bits, "scaled_bits": stored_bits(SCALED_BITS), "torch": torch.__version__,
+        "threads": torch.get_num_threads(), "machine": platform.processor() or platform.machine(),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"frameworks-{Path(model).name}"
+    stem.with_suffix(".json").write_text(json.dumps({"about": about, "frameworks": table, "rows": rows}, indent=1))
+    markdown = as_markdown(table, about)
+    stem.with_suffix(".md").write_text(markdown)
+    plot(table, stem.with_suffix(".png"))
+    print(markdown)
+
+
+def as_markdown(table: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
+    lines = [
+        "| framework | acceptance length | stages that accept at depth 1, 2, ... | target + draft KB a token "
+        "| of plain decoding | target + draft KB a token, scaled | of plain decoding, scaled | tokens/s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {row['acceptance_length']:.2f} | {' '.join(f'{share:.0%}' for share in row['accepted_per_depth'])} "
+        f"| {row['target_kb_per_token']:.0f} + {row['draft_kb_per_token']:.0f} | {row['normalised']:.2f} "
+        f"| {row['scaled_target_kb_per_token']:.0f} + {row['scaled_draft_kb_per_token']:.0f} "
+        f"| {row['scaled_normalised']:.2f} | {row['tokens_per_s']:.1f} |"
+        for name, row in table.items()
+    ]
+    tree, bits = about["tree"], about["stored_bits"]
+    lines += [
+        "",
+        f"{about['model']}, {about['texts']} held-out prompts of {about['prompt_tokens']} tokens, {about['new_tokens']} new "
+        f"ones after the first stage, tree {tree['size']}/{tree['depth']}, greedy, exact policy. KB are all weights read, "
+        f"stored in {bits} bits (low-bit drafts: layers in few bits, in groups of {GROUP}; the rest in {bits} bits); "
+        f"scaled: in {about['scaled_bits']:.1f} bits, low-bit layers as they are. Speed on {about['threads']} threads.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def plot(table: dict[str, dict[str, Any]], path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
+    axes[0].bar(list(table), [row["acceptance_length"] for row in table.values()], color="#888")
+    axes[0].set_title("acceptance length", fontsize=10)
+    for axis, kind, title in zip(axes[1:], ("", "scaled_"), ("as stored", "scaled to 4 bits"), strict=True):
+        target, draft = ([row[f"{kind}{part}_kb_per_token"] / table["plain"][f"{kind}target_kb_per_token"]
+                          for row in table.values()] for part in ("target", "draft"))
+        axis.bar(list(table), target, color="#6baed6", label="target")
+        axis.bar(list(table), draft, bottom=target, color="#fd8d3c", label="draft")
+        axis.axhline(1, color="black", linestyle=":", label="plain decoding")
+        axis.set_title(f"weight bytes a token, normalised, {title}", fontsize=10)
+        axis.legend(fontsize=8)
+    for axis in axes:
+        axis.tick_params(axis="x", rotation=30)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    typer.run(main)
