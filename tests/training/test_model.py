@@ -1,0 +1,113 @@
+"""Training the bundled model: exact resume, nothing held out is learned, experts computed as the library does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from edgexpert.errors import UserError
+from edgexpert.training import experts as training_experts
+from edgexpert.training.corpus import END_OF_TEXT, documents, is_held_out, prepare
+from edgexpert.training.model import STORIES, Phase, balance_loss, learning_rate, train_model
+from tests.conftest import make_model
+
+TINY = replace(
+    STORIES,
+    domains={"one": ["a.txt"], "two": ["b.txt"]},
+    config=dict(
+        vocab_size=300, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True,
+        max_position_embeddings=64,
+    ),
+    phases=[Phase(4, {"one": 0.5, "two": 0.5}, 16, peak=3e-3), Phase(4, {"one": 1.0}, 32, balance=0.001, peak=1e-3)],
+    tokens_per_step=64,
+    warmup=2,
+)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name, animal in (("a.txt", "fox"), ("b.txt", "crow")):
+        texts = (f"The {animal} number {i} sat on a wall.\nThen it saw {i * 7} friends and they sang." for i in range(200))
+        (folder / name).write_text("".join(f"{text}\n{END_OF_TEXT}\n" for text in texts))
+    return folder
+
+
+def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(corpus: Path, tmp_path: Path) -> None:
+    train_model(TINY, corpus, tmp_path / "straight", compile=False, checkpoint_every=1)
+    train_model(TINY, corpus, tmp_path / "broken", compile=False, stop_at=3)
+    train_model(TINY, corpus, tmp_path / "broken", compile=False, stop_at=5)
+    train_model(TINY, corpus, tmp_path / "broken", compile=False)
+    straight, broken = (torch.load(tmp_path / run / "checkpoint.pt", weights_only=True) for run in ("straight", "broken"))
+    for name, weight in straight["model"].items():
+        assert torch.equal(weight, broken["model"][name]), name
+    last = [json.loads((tmp_path / run / "history.json").read_text())[-1] for run in ("straight", "broken")]
+    assert last[0]["loss"] == last[1]["loss"]
+    assert last[0]["held_out/one"] == last[1]["held_out/one"]
+
+
+def test_held_out_documents_are_in_no_training_stream(corpus: Path, tmp_path: Path) -> None:
+    tokenizer, mixture, held_out = prepare(corpus, TINY.domains, 300, tmp_path / "out")
+    kept_out = [text for text in documents(corpus / "a.txt") if is_held_out(text)]
+    assert kept_out
+    learned = tokenizer.decode(mixture.streams["one"].tolist())
+    assert all(text not in learned for text in kept_out)
+    assert all(text in tokenizer.decode(held_out["one"].tolist()) for text in kept_out)
+    assert mixture.streams["one"][0] == tokenizer.eos_token_id
+    assert tokenizer("a fox")["input_ids"][0] == tokenizer.bos_token_id
+
+
+def test_a_batch_is_a_function_of_its_step(corpus: Path, tmp_path: Path) -> None:
+    _, mixture, _ = prepare(corpus, TINY.domains, 300, tmp_path / "out")
+    shares = {"one": 0.5, "two": 0.5}
+    assert torch.equal(mixture.batch(5, 1, shares, 4, 16), mixture.batch(5, 1, shares, 4, 16))
+    assert not torch.equal(mixture.batch(5, 1, shares, 4, 16), mixture.batch(6, 1, shares, 4, 16))
+
+
+def test_batched_experts_give_the_librarys_outputs_and_gradients() -> None:
+    model = make_model("qwen3_moe", num_experts=6)
+    ids = torch.randint(0, 128, (2, 20))
+    gradients = []
+    for implementation in ("eager", training_experts.NAME):
+        model.zero_grad()
+        model.set_experts_implementation(implementation)
+        output = model(input_ids=ids, labels=ids)
+        output.loss.backward()
+        gradients.append([output.logits, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+def test_the_balance_loss_is_one_for_even_experts_and_more_for_a_favourite() -> None:
+    even = torch.eye(4).repeat(3, 1) * 10
+    assert balance_loss([even], 1).item() == pytest.approx(1, abs=1e-3)
+    favourite = torch.zeros(12, 4)
+    favourite[:, 0] = 10
+    assert balance_loss([even, favourite], 1).item() == pytest.approx((1 + 4) / 2, abs=1e-2)
+    assert balance_loss([], 1) == 0
+
+
+def test_the_learning_rate_warms_up_and_falls_anew_from_each_peak() -> None:
+    rates = [learning_rate(STORIES, step) for step in range(STORIES.steps)]
+    assert max(rates) == 2e-3
+    assert np.argmax(rates) in (149, 150)
+    restart = sum(phase.steps for phase in STORIES.phases[:2])
+    assert rates[restart - 1] == pytest.approx(1e-4, rel=1e-2)
+    assert max(rates[restart:]) == 1e-3
+    assert rates[-1] == pytest.approx(5e-5, rel=1e-2)
+
+
+def test_a_missing_corpus_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="corpus folder"):
+        train_model(TINY, tmp_path / "nothing", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"a\.txt does not exist"):
+        train_model(TINY, tmp_path / "empty", tmp_path / "out")
