@@ -14,6 +14,7 @@ from edgexpert.model.host import HostedModel
 from edgexpert.policy import PRESETS, Policy
 from edgexpert.speculation.draft import Draft, TreeShape
 from edgexpert.speculation.ngram import NgramDraft
+from edgexpert.stage import TokenTree
 from tests.conftest import make_model, make_tokenizer
 from tests.speculation.drafts import GarbageDraft, OracleDraft, RandomDraft
 
@@ -137,6 +138,22 @@ def test_forced_decoding_under_the_exact_policy_gives_the_teacher_forced_log_pro
         score = engine.score(PROMPT, truth, TreeShape(size=12, depth=4))
         assert score.log_probs == pytest.approx(expected, abs=1e-4)
         engine.host.detach()
+
+
+def test_every_byte_that_a_draft_reads_is_counted() -> None:
+    class Reader(NgramDraft):
+        def observe(self, tokens: torch.Tensor, features: torch.Tensor | None) -> None:
+            super().observe(tokens, features)
+            self.bytes_read += 10
+
+        def propose(self, root: int, shape: TreeShape) -> TokenTree:
+            self.bytes_read += 1000
+            return super().propose(root, shape)
+
+    draft = Reader()
+    got = make_engine(make_model("olmoe"), draft).generate(PROMPT, max_new_tokens=20, ignore_eos=True)
+    assert got.traffic.prefill["draft"] == 10
+    assert got.traffic.total("draft") == draft.bytes_read
 
 
 def test_coarse_pruning_alone_never_loads_more() -> None:

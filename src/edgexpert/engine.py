@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from edgexpert.encoder.encoder import ImportanceEncoder
 from edgexpert.errors import UserError
 from edgexpert.generation import Generation, Score, Timing
-from edgexpert.ledger import Ledger
+from edgexpert.ledger import Ledger, Phase
 from edgexpert.model.host import HostedModel, StageOutput
 from edgexpert.policy import Policy
 from edgexpert.speculation.draft import Draft, TreeShape
@@ -118,7 +118,7 @@ class Engine:
         run.committed = list(ids)
         if self.draft is not None:
             self.draft.reset()
-            self.draft.observe(tokens, output.features)
+            self._observe(run, "prefill", tokens, output.features)
         return run, output.logits[-1]
 
     def _stage(self, stage: Stage, run: Run) -> StageOutput:
@@ -145,13 +145,19 @@ class Engine:
         run.ledger.add("decode", "draft", self.draft.bytes_read - before)
         return tree
 
+    def _observe(self, run: Run, phase: Phase, tokens: Tensor, features: Tensor | None) -> None:
+        """Shows the draft what entered the target's cache."""
+        if self.draft is not None:
+            before = self.draft.bytes_read
+            self.draft.observe(tokens, features)
+            run.ledger.add(phase, "draft", self.draft.bytes_read - before)
+
     def commit(self, run: Run, tree: TokenTree, path: Sequence[int], output: StageOutput, next_token: int) -> list[int]:
         """Keeps an accepted path (nodes, the root first) and makes ``next_token`` the new root. Returns the new tokens."""
         prefix = len(run.committed) - 1
         run.cache.keep(prefix, path)
         nodes = torch.tensor(path)
-        if self.draft is not None:
-            self.draft.observe(tree.tokens[nodes], None if output.features is None else output.features[nodes])
+        self._observe(run, "decode", tree.tokens[nodes], None if output.features is None else output.features[nodes])
         new = [*tree.tokens[nodes[1:]].tolist(), next_token]
         run.committed += new
         return new

@@ -1,8 +1,9 @@
-"""Putting a trained model into the package: 8-bit weights, tokenizer, held-out texts, and the draft beside it.
+"""Putting a trained model into the package: 8-bit weights, tokenizer, held-out texts, plots, and the draft beside it.
 
     python -m edgexpert.training.bundle RUN CORPUS [DRAFT]
 
-RUN is the ``--out`` of `edgexpert train model`, CORPUS its corpus, DRAFT the ``--out`` of `edgexpert train draft`.
+RUN is the ``--out`` of `edgexpert train model`, CORPUS its corpus, DRAFT the ``--out`` of `edgexpert train draft`. The model
+card beside them, README.md, is written by hand.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from edgexpert.model.bundled import save_packed
 from edgexpert.model.loading import bundled_folder
@@ -27,15 +31,51 @@ def bundle(run: Path, corpus: Path, draft: Path | None, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     save_packed(model, out)
     AutoTokenizer.from_pretrained(run / "model").save_pretrained(out)
-    shutil.copyfile(run / "history.json", out / "history.json")
     with (out / "held_out.jsonl").open("w", encoding="utf-8") as file:
         for name, count in HELD_OUT_FILES.items():
             held_out = [text for text in documents(corpus / name) if is_held_out(text) and len(text) > 1000]
             for text in dict.fromkeys(held_out[:count]):
                 file.write(json.dumps({"source": name, "text": text}, ensure_ascii=False) + "\n")
+    tokens = np.load(run / "tokens.npz")
+    usage = {name.split("/")[0]: expert_usage(model, stream) for name, stream in tokens.items() if name.endswith("held_out")}
+    plot_training(json.loads((run / "history.json").read_text()), usage, out / "training.png")
     if draft is not None:
         shutil.rmtree(out / BESIDE_MODEL, ignore_errors=True)
-        shutil.copytree(draft, out / BESIDE_MODEL)
+        shutil.copytree(draft / "draft", out / BESIDE_MODEL)
+        shutil.copyfile(draft / "history.json", out / BESIDE_MODEL / "history.json")
+
+
+@torch.no_grad()
+def expert_usage(model: PreTrainedModel, stream: np.ndarray, windows: int = 32, length: int = 512) -> np.ndarray:
+    """Share of the routed tokens that each expert of each layer gets on a held-out stream, [layers, E]."""
+    count = 0
+    for start in range(0, min(len(stream) - length, windows * length), length):
+        ids = torch.from_numpy(stream[start : start + length].astype(np.int64))[None]
+        routed = model(input_ids=ids, output_router_logits=True).router_logits
+        chosen = [logits.topk(model.config.num_experts_per_tok, dim=-1).indices.flatten() for logits in routed]
+        count = count + torch.stack([torch.bincount(c, minlength=model.config.num_experts) for c in chosen])
+    assert isinstance(count, torch.Tensor)
+    return (count / count.sum(1, keepdim=True)).numpy()
+
+
+def plot_training(history: list[dict[str, float]], usage: dict[str, Any], path: Path) -> None:
+    """Losses over steps, and how evenly experts are used on each held-out domain."""
+    from matplotlib import pyplot as plt
+
+    figure, (losses, experts) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
+    losses.plot([row["step"] for row in history], [row["loss"] for row in history], color="#bbb", label="training batch")
+    for name in usage:
+        rows = [row for row in history if f"held_out/{name}" in row]
+        losses.plot([row["step"] for row in rows], [row[f"held_out/{name}"] for row in rows], "o-", label=f"held out, {name}")
+        experts.plot(np.sort(usage[name], axis=1)[:, ::-1].mean(0), label=f"{name}, mean of the layers")
+        print(f"{name}: busiest expert {usage[name].max():.1%}, idlest {usage[name].min():.3%}, "
+              f"experts without a token {(usage[name] == 0).sum()} of {usage[name].size}")
+    losses.set(xlabel="step", ylabel="nats a token", ylim=(1.8, 6))
+    experts.axhline(1 / next(iter(usage.values())).shape[1], color="black", linestyle=":", label="even")
+    experts.set(xlabel="expert, busiest first", ylabel="share of routed tokens", yscale="log")
+    losses.legend(fontsize=8)
+    experts.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
