@@ -48,13 +48,12 @@ def bundle(run: Path, corpus: Path, draft: Path | None, out: Path) -> None:
 @torch.no_grad()
 def expert_usage(model: PreTrainedModel, stream: np.ndarray, windows: int = 32, length: int = 512) -> np.ndarray:
     """Share of the routed tokens that each expert of each layer gets on a held-out stream, [layers, E]."""
-    count = 0
+    count = torch.zeros(model.config.num_hidden_layers, model.config.num_experts)
     for start in range(0, min(len(stream) - length, windows * length), length):
         ids = torch.from_numpy(stream[start : start + length].astype(np.int64))[None]
         routed = model(input_ids=ids, output_router_logits=True).router_logits
         chosen = [logits.topk(model.config.num_experts_per_tok, dim=-1).indices.flatten() for logits in routed]
-        count = count + torch.stack([torch.bincount(c, minlength=model.config.num_experts) for c in chosen])
-    assert isinstance(count, torch.Tensor)
+        count += torch.stack([torch.bincount(c, minlength=model.config.num_experts) for c in chosen])
     return (count / count.sum(1, keepdim=True)).numpy()
 
 
