@@ -32,9 +32,9 @@ def quantise(folder: Path, out: Path) -> None:
 def dequantise(folder: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     """The float32 weights of what `quantise` wrote, and the bytes that each takes in the file, its scales included."""
     stored = load_file(folder / WEIGHTS)
-    size = {name: weight.nbytes + (stored[name + SCALE].nbytes if name + SCALE in stored else 0)
-            for name, weight in stored.items()}
-    return dequantise_rows(stored), size
+    weights = dequantise_rows(stored)
+    size = {name: stored[name].nbytes + (stored[name + SCALE].nbytes if name + SCALE in stored else 0) for name in weights}
+    return weights, size
 
 
 if __name__ == "__main__":

@@ -38,11 +38,40 @@ def bundle(run: Path, corpus: Path, draft: Path | None, out: Path) -> None:
                 file.write(json.dumps({"source": name, "text": text}, ensure_ascii=False) + "\n")
     tokens = np.load(run / "tokens.npz")
     usage = {name.split("/")[0]: expert_usage(model, stream) for name, stream in tokens.items() if name.endswith("held_out")}
-    plot_training(json.loads((run / "history.json").read_text()), usage, out / "training.png")
+    plot_training(read_history(run), usage, out / "training.png")
+    write_history(read_history(run), out)
     if draft is not None:
         shutil.rmtree(out / BESIDE_MODEL, ignore_errors=True)
         shutil.copytree(draft / "draft", out / BESIDE_MODEL)
-        shutil.copyfile(draft / "history.json", out / BESIDE_MODEL / "history.json")
+        write_history(read_history(draft), out / BESIDE_MODEL)
+        plot_draft(read_history(draft), out / BESIDE_MODEL / "training.png")
+
+
+def read_history(run: Path) -> list[dict[str, Any]]:
+    return json.loads((run / "history.json").read_text())
+
+
+def write_history(history: list[dict[str, Any]], folder: Path, rows: int = 120) -> None:
+    """Keeps about ``rows`` evenly spaced records of a training, and all that hold a validation."""
+    every = max(1, len(history) // rows)
+    most = max(len(record) for record in history)
+    kept = [record for i, record in enumerate(history) if i % every == 0 or i == len(history) - 1 or len(record) == most > 6]
+    rounded = json.loads(json.dumps(kept), parse_float=lambda text: round(float(text), 5))
+    (folder / "history.json").write_text("[\n" + ",\n".join(map(json.dumps, rounded)) + "\n]\n")
+
+
+def plot_draft(history: list[dict[str, Any]], path: Path) -> None:
+    """How often a draft's first guess is the target's, by depth, over the steps of its training."""
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6, 3.4), layout="constrained")
+    accuracies = np.array([record["accuracy"] for record in history])  # [records, depths]
+    smooth = accuracies[: len(history) // 10 * 10].reshape(-1, 10, accuracies.shape[1]).mean(1)
+    for depth, accuracy in enumerate(smooth.T, start=1):
+        axis.plot(np.arange(len(accuracy)) * 10 * history[-1]["step"] / len(history), accuracy, label=f"depth {depth}")
+    axis.set(xlabel="step", ylabel="first guess right (training)", ylim=(0, 1))
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 @torch.no_grad()
