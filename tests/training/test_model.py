@@ -54,6 +54,12 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(corpus: Path
     assert last[0]["held_out/one"] == last[1]["held_out/one"]
 
 
+def test_a_dense_twin_trains_by_the_same_recipe(corpus: Path, tmp_path: Path) -> None:
+    dense = replace(TINY, config={**TINY.config, "mlp_only_layers": [0, 1]})
+    train_model(dense, corpus, tmp_path / "dense", compile=False)
+    assert json.loads((tmp_path / "dense" / "history.json").read_text())[-1]["balance"] == 0
+
+
 def test_held_out_documents_are_in_no_training_stream(corpus: Path, tmp_path: Path) -> None:
     tokenizer, mixture, held_out = prepare(corpus, TINY.domains, 300, tmp_path / "out")
     kept_out = [text for text in documents(corpus / "a.txt") if is_held_out(text)]

@@ -210,8 +210,10 @@ def train_model(
         os.replace(unfinished, checkpoint)
         (out / "history.json").write_text(json.dumps(state.history, indent=0))
 
+    routed = len(config.mlp_only_layers) < config.num_hidden_layers
+
     def loss_of(ids: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=True)
+        outputs = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=routed)
         entropy = F.cross_entropy(outputs.logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         return entropy, balance_loss(outputs.router_logits or (), config.num_experts_per_tok)
 
