@@ -67,6 +67,11 @@ def test_damaged_and_missing_configurations_are_named(checkpoint: Path) -> None:
     assert "no config.json" in refusal(checkpoint)
 
 
+def test_a_missing_tokenizer_is_named(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    assert "no tokenizer" in refusal(checkpoint)
+
+
 def test_an_unknown_model_type_is_named(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))

@@ -13,6 +13,7 @@ from edgexpert.cli import bench, chat, generate, info, train
 from edgexpert.errors import UserError
 
 INTERRUPTED = 130
+UsageError: type[Any] = typer.BadParameter.__mro__[1]  # typer keeps its copy of click to itself
 
 
 class Commands(TyperGroup):
@@ -23,6 +24,12 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except UserError as error:
             typer.echo(f"edgexpert: {error}", err=True)
+            raise typer.Exit(2) from None
+        except UsageError as error:
+            if type(error).__name__ == "NoArgsIsHelpError":
+                raise  # it prints the help
+            command = error.ctx.command_path if error.ctx else "edgexpert"
+            typer.echo(f"edgexpert: {error.format_message().rstrip('.')}; see {command} --help", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None

@@ -91,6 +91,8 @@ def print_generation(generation: Generation) -> None:
                  readable_bytes(generation.prefill_expert_bytes_per_token), readable_bytes(plain_prefill))
     rows.add_row("expert bytes per output token, decode",
                  readable_bytes(generation.expert_bytes_per_token), readable_bytes(generation.expert_bytes_plain))
+    everything = sum(generation.traffic.decode.values()) / speculation.emitted if speculation.emitted else None
+    rows.add_row("all bytes per output token, decode", readable_bytes(everything), "")
     print_rich(rows)
     # the names alone, on one line; --json has the whole sentences
     names = [sentence.partition(":")[0] for sentence in generation.approximations]

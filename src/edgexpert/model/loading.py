@@ -80,7 +80,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
                 raise UserError(
                     f"the checkpoint {name} lacks {len(missing)} of the model's tensors, {missing[0]} for one; download it again"
                 )
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = _load_tokenizer(source, name)
     except UserError:
         raise
     except SafetensorError as error:
@@ -88,6 +88,13 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise UserError(_explain(name, folder, error)) from error
     return LoadedModel(model.to(device), tokenizer, name, folder)
+
+
+def _load_tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name} has no tokenizer that can be loaded; put the model's tokenizer.json beside its weights") from error
 
 
 def check_device(device: str) -> None:
