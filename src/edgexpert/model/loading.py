@@ -94,7 +94,7 @@ def _load_tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise UserError(f"{name} has no tokenizer that can be loaded; put the model's tokenizer.json beside its weights") from error
+        raise UserError(f"{name} has no tokenizer that loads; put the model's tokenizer.json beside its weights") from error
 
 
 def check_device(device: str) -> None:
