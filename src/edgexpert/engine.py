@@ -130,9 +130,8 @@ class Engine:
 
     def _importance(self, ids: Sequence[int], ledger: Ledger) -> Tensor:
         """Weight of each prompt token, float32 [T]; the encoder's bytes go into ``ledger``."""
-        before = self.encoder.bytes_read
-        attention = self.encoder.weigh(*text_and_offsets(self.tokenizer, ids))
-        ledger.add("prefill", "encoder", self.encoder.bytes_read - before)
+        with ledger.reading("prefill", "encoder", self.encoder):
+            attention = self.encoder.weigh(*text_and_offsets(self.tokenizer, ids))
         return self.policy.weigh_prompt(attention)
 
     def propose(self, run: Run, shape: TreeShape) -> TokenTree:
@@ -140,17 +139,14 @@ class Engine:
         room = run.cache.capacity - run.cache.length - 1
         if self.draft is None or min(shape.size, room) < 1:
             return TokenTree.of_root(run.root)
-        before = self.draft.bytes_read
-        tree = self.draft.propose(run.root, replace(shape, size=min(shape.size, room)))
-        run.ledger.add("decode", "draft", self.draft.bytes_read - before)
-        return tree
+        with run.ledger.reading("decode", "draft", self.draft):
+            return self.draft.propose(run.root, replace(shape, size=min(shape.size, room)))
 
     def _observe(self, run: Run, phase: Phase, tokens: Tensor, features: Tensor | None) -> None:
         """Shows the draft what entered the target's cache."""
         if self.draft is not None:
-            before = self.draft.bytes_read
-            self.draft.observe(tokens, features)
-            run.ledger.add(phase, "draft", self.draft.bytes_read - before)
+            with run.ledger.reading(phase, "draft", self.draft):
+                self.draft.observe(tokens, features)
 
     def commit(self, run: Run, tree: TokenTree, path: Sequence[int], output: StageOutput, next_token: int) -> list[int]:
         """Keeps an accepted path (nodes, the root first) and makes ``next_token`` the new root. Returns the new tokens."""
@@ -175,10 +171,11 @@ class Engine:
 
     @torch.no_grad()
     def score(self, prompt: str | Sequence[int], continuation: str | Sequence[int], tree: TreeShape | None = None) -> Score:
-        """Log-probabilities of a known continuation under the policy, read where decoding would read them.
+        """Forced decoding: log-probabilities of a known continuation under the policy, read inside token trees.
 
         The prompt is prefilled under the policy. Then verify stages run along the continuation: each tree is drafted as
-        usual and the true next tokens are added as a path; log-probabilities are read at the true nodes.
+        usual, the true next tokens are added as a path, and log-probabilities are read at all true nodes, up to ``depth + 1`` a
+        stage: also at those that the draft did not think of.
         """
         shape = tree or TreeShape()
         ids = self.encode(prompt)

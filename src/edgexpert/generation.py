@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,9 +134,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        from math import exp
-
-        return exp(-sum(self.log_probs) / len(self.log_probs))
+        return math.exp(-sum(self.log_probs) / len(self.log_probs))
 
     @property
     def expert_bytes_per_token(self) -> float:

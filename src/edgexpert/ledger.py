@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 Part = Literal[
     "experts", "shared_experts", "router", "attention", "embeddings", "lm_head", "draft", "encoder", "kv_cache"
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 Phase = Literal["prefill", "decode"]
+
+
+class Reader(Protocol):
+    """Something that counts the bytes it has read since it was made."""
+
+    bytes_read: float
 
 
 def _zeros() -> dict[Part, float]:
@@ -26,6 +34,13 @@ class Ledger:
     def add(self, phase: Phase, part: Part, count: float) -> None:
         assert count >= 0
         getattr(self, phase)[part] += count
+
+    @contextmanager
+    def reading(self, phase: Phase, part: Part, reader: Reader) -> Iterator[None]:
+        """Adds what ``reader`` reads while this is open."""
+        before = reader.bytes_read
+        yield
+        self.add(phase, part, reader.bytes_read - before)
 
     def total(self, part: Part) -> float:
         return self.prefill[part] + self.decode[part]

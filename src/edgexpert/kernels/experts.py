@@ -42,9 +42,10 @@ def run_experts(
     Returns the output [T, H], down's selection, and the weight bytes that were read.
     """
     token, _ = routing.pairs
+    groups = list(_by_expert(routing))
     read = 0
     activations = x.new_zeros(len(token), weights.down.shape[1])
-    for expert, pairs in _by_expert(routing):
+    for expert, pairs in groups:
         y, count = _product(x[token[pairs]], weights.gate_up[expert], gate_up, expert, pairs)
         read += count
         if weights.gate_up_bias is not None:
@@ -53,7 +54,7 @@ def run_experts(
 
     down = select_down(activations)
     out = torch.zeros_like(x)
-    for expert, pairs in _by_expert(routing):
+    for expert, pairs in groups:
         y, count = _product(activations[pairs], weights.down[expert], down, expert, pairs)
         read += count
         if weights.down_bias is not None:

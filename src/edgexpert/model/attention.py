@@ -14,10 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from edgexpert.errors import UserError
 from edgexpert.stage import Stage
 
-MASK = Tensor | dict[str, Tensor] | None
 
-
-def stage_mask(stage: Stage, model: PreTrainedModel, device: torch.device) -> MASK:
+def stage_mask(stage: Stage, model: PreTrainedModel, device: torch.device) -> Tensor | dict[str, Tensor] | None:
     """Who attends to whom, [1, 1, T, prefix + T]; None where the library's own causal mask does.
 
     A model with sliding-window layers gets one mask for each of its layer types.
@@ -26,7 +24,6 @@ def stage_mask(stage: Stage, model: PreTrainedModel, device: torch.device) -> MA
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = int(getattr(config, "sliding_window", None) or 0)
     slides = window > 0 and "sliding_attention" in types
-    total = stage.prefix + len(stage.tokens)
     if not stage.is_tree and not slides:
         return None
     block = stage.tree.mask if stage.tree is not None else torch.ones(len(stage.tokens), len(stage.tokens)).tril().bool()
@@ -36,7 +33,6 @@ def stage_mask(stage: Stage, model: PreTrainedModel, device: torch.device) -> MA
     key_positions = torch.cat([torch.arange(stage.prefix), stage.positions])
     near = stage.positions[:, None] - key_positions[None, :] < window
     masks = {"full_attention": full, "sliding_attention": full & near}
-    assert full.shape[1] == total
     return {kind: _as_attention_wants(masks[kind], model).to(device) for kind in types}
 
 

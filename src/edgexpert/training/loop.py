@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch import nn
 
 from edgexpert.errors import UserError
 from edgexpert.training.capture import Batch, Captured
-from edgexpert.training.model import keep_freed_memory
+from edgexpert.training.model import keep_freed_memory, warm_cosine
 from edgexpert.training.unroll import Depth
 
 
@@ -53,10 +52,7 @@ class DraftRecipe:
 
     def rate(self, step: int) -> float:
         """Learning rate of a step."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        done = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+        return warm_cosine(step, self.steps, self.warmup, self.learning_rate, final=0.05)
 
     def sequences(self, step: int, captured: Captured) -> list[int]:
         """Which sequences one step learns: the next ones of an endless row of permutations."""

@@ -116,10 +116,15 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     start, peak = next(cycle for cycle in reversed(cycles) if cycle[0] <= step)
     end = next((later for later, _ in cycles if later > start), recipe.steps)
     warmup = min(recipe.warmup, (end - start) // 10)
-    if step - start < warmup:
-        return peak * (step - start + 1) / warmup
-    done = (step - start - warmup) / max(1, end - start - warmup)
-    return peak * (recipe.final_rate + (1 - recipe.final_rate) * 0.5 * (1 + math.cos(math.pi * done)))
+    return warm_cosine(step - start, end - start, warmup, peak, recipe.final_rate)
+
+
+def warm_cosine(step: int, steps: int, warmup: int, peak: float, final: float) -> float:
+    """A linear warm-up to ``peak``, then a cosine that ends at ``final`` of it after ``steps`` steps."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (final + (1 - final) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def balance_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
