@@ -91,32 +91,54 @@ class ChannelSelection:
 
 
 @dataclass(frozen=True)
-class ExpertShape:
-    """Sizes of one expert's two matrices. Gate and up are one matrix with 2I outputs (only up's I where there is no gate).
+class WeightFormat:
+    """How expert weights are stored.
 
     Attributes:
-        bytes_per_value: stored size of one weight in bytes, scales included; may be a fraction.
+        value: bytes of one weight; 0.5 for 4 bits.
+        group: input channels that share a row of scales; 0 where there are none.
+        scale: bytes of one scale, its zero point included.
     """
+
+    value: float
+    group: int = 0
+    scale: float = 0.0
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of one expert's two matrices. Gate and up are one matrix with 2I outputs (only up's I where there is no gate)."""
 
     hidden: int
     intermediate: int
     gate_up_outputs: int
-    bytes_per_value: float
-
-    @property
-    def gate_up_channel(self) -> float:
-        """Bytes of one input channel of gate/up."""
-        return self.gate_up_outputs * self.bytes_per_value
-
-    @property
-    def down_channel(self) -> float:
-        """Bytes of one input channel of down."""
-        return self.hidden * self.bytes_per_value
+    format: WeightFormat
 
     @property
     def expert(self) -> float:
         """Bytes of a whole expert."""
-        return self.hidden * self.gate_up_channel + self.intermediate * self.down_channel
+        return self._whole(self.hidden, self.gate_up_outputs) + self._whole(self.intermediate, self.hidden)
+
+    def gate_up(self, selection: ChannelSelection | None, experts: int) -> float:
+        """Bytes of the selected channels of gate/up; of all channels of ``experts`` experts where nothing is selected."""
+        return self._selected(selection, experts, self.hidden, self.gate_up_outputs)
+
+    def down(self, selection: ChannelSelection | None, experts: int) -> float:
+        """The same of down."""
+        return self._selected(selection, experts, self.intermediate, self.hidden)
+
+    def _whole(self, channels: int, outputs: int) -> float:
+        groups = channels // self.format.group if self.format.group else 0
+        return outputs * (channels * self.format.value + groups * self.format.scale)
+
+    def _selected(self, selection: ChannelSelection | None, experts: int, channels: int, outputs: int) -> float:
+        if selection is None:
+            return experts * self._whole(channels, outputs)
+        loaded = outputs * self.format.value * int(selection.loaded.sum())
+        if self.format.group:  # a row of scales is read if any channel of its group is
+            groups = selection.loaded.unflatten(1, (-1, self.format.group)).any(2)
+            loaded += outputs * self.format.scale * int(groups.sum())
+        return loaded
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,6 +153,4 @@ class LayerPlan:
     def bytes(self, shape: ExpertShape) -> float:
         """Expert weight bytes that this plan loads, each expert once."""
         experts = len(self.routing.loaded)
-        gate_up = int(self.gate_up.loaded.sum()) if self.gate_up else experts * shape.hidden
-        down = int(self.down.loaded.sum()) if self.down else experts * shape.intermediate
-        return gate_up * shape.gate_up_channel + down * shape.down_channel
+        return shape.gate_up(self.gate_up, experts) + shape.down(self.down, experts)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from edgexpert.kernels.experts import ExpertWeights, run_experts
-from edgexpert.plan import ChannelSelection, ExpertShape, LayerPlan, Routing
+from edgexpert.plan import ChannelSelection, ExpertShape, LayerPlan, Routing, WeightFormat
 
 EXPERTS, HIDDEN, INTER, TOKENS = 5, 12, 8, 7
 
@@ -79,7 +79,7 @@ def test_output_and_bytes_are_those_of_the_plan(weights: ExpertWeights, routing:
     out, used, read = run_experts(x, routing, weights, gate_up, lambda _: down)
     torch.testing.assert_close(out, dense(x, routing, weights, gate_up, down))
     assert used is down
-    assert read == LayerPlan(0, routing, gate_up, down).bytes(ExpertShape(HIDDEN, INTER, 2 * INTER, 8))
+    assert read == LayerPlan(0, routing, gate_up, down).bytes(ExpertShape(HIDDEN, INTER, 2 * INTER, WeightFormat(8)))
 
 
 def test_down_is_selected_from_the_activations_of_gate_and_up(weights: ExpertWeights, routing: Routing) -> None:

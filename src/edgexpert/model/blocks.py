@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from edgexpert.kernels.experts import ExpertWeights
 from edgexpert.ledger import Part
 from edgexpert.model.router import RouterForm, detect_form
-from edgexpert.plan import ExpertShape
+from edgexpert.plan import ExpertShape, WeightFormat
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class MoeBlock:
         down = self.experts.down_proj
         intermediate, hidden = down.shape[1:] if self.experts.is_transposed else reversed(down.shape[1:])
         gate_up = getattr(self.experts, self.gate_up_name)
-        return ExpertShape(hidden, intermediate, gate_up[0].numel() // hidden, down.element_size())
+        return ExpertShape(hidden, intermediate, gate_up[0].numel() // hidden, WeightFormat(down.element_size()))
 
     def store_channel_major(self, wanted: bool) -> None:
         """Lays the weights out so that an input channel is one contiguous row, or the way the library does.
