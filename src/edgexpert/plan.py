@@ -136,7 +136,7 @@ class ExpertShape:
             return experts * self._whole(channels, outputs)
         loaded = outputs * self.format.value * int(selection.loaded.sum())
         if self.format.group:  # a row of scales is read if any channel of its group is
-            groups = selection.loaded.unflatten(1, (-1, self.format.group)).any(2)
+            groups = selection.loaded.view(len(selection.loaded), -1, self.format.group).any(2)
             loaded += outputs * self.format.scale * int(groups.sum())
         return loaded
 
