@@ -37,14 +37,18 @@ def model(
     corpus: Annotated[Path, typer.Option(metavar="DIR", help="Folder with the corpus's text files.")],
     out: Out,
     recipe: Annotated[str, typer.Option(metavar="NAME", help="What to train.")] = "stories",
-    compile: Annotated[bool, typer.Option(help="Fuse the loss with torch.compile, which needs a C++ compiler.")] = True,
+    start: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Begin with the weights of this model.", show_default=False)
+    ] = None,
+    at_step: Annotated[int, typer.Option(min=0, help="With --start: the recipe's step that its weights stand for.")] = 0,
 ) -> None:
     """Train a bundled model again, from its recipe. An interrupted training goes on from the checkpoint in --out."""
     from edgexpert.training.model import RECIPES, train_model
 
     if recipe not in RECIPES:
         raise UserError(f"there is no recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
-    print_line(f"saved in {train_model(RECIPES[recipe], corpus, out, compile=compile)}")
+    begin = None if start is None else (start, at_step)
+    print_line(f"saved in {train_model(RECIPES[recipe], corpus, out, start=begin)}")
 
 
 @app.command()

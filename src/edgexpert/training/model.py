@@ -20,11 +20,11 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from edgexpert.errors import UserError
+from edgexpert.model.loading import load_model
 from edgexpert.training import corpus as corpora
-from edgexpert.training import experts as training_experts
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class Phase:
 
     Attributes:
         balance: weight of the load-balancing loss.
+        locality: weight of the locality loss.
+        routers_only: train the routers and leave everything else as it is.
         peak: a phase with a peak begins a new warm-up and cosine of the learning rate, which lasts until the next such phase.
     """
 
@@ -40,6 +42,8 @@ class Phase:
     shares: Mapping[str, float]
     length: int
     balance: float = 0.004
+    locality: float = 0.0
+    routers_only: bool = False
     peak: float | None = None
 
 
@@ -59,6 +63,11 @@ class Recipe:
     @property
     def steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequences, on which held-out losses are taken throughout."""
+        return max(phase.length for phase in self.phases)
 
     def phase_at(self, step: int) -> Phase:
         for phase in self.phases:
@@ -99,6 +108,8 @@ STORIES = Recipe(
         Phase(700, {"simple": 0.75, "tales": 0.15, "books": 0.1}, 1024),
         # Trained on with a weaker balance, so that one text may keep to fewer experts, as in models of many domains.
         Phase(400, {"simple": 0.65, "tales": 0.2, "books": 0.15}, 1024, balance=0.0005, peak=1e-3),
+        # So that the first choices of one text share experts: in a model of many domains they do by themselves.
+        Phase(75, {"simple": 0.65, "tales": 0.2, "books": 0.15}, 512, balance=0.0005, locality=1.0, routers_only=True, peak=3e-3),
     ],
 )
 DENSE = replace(
@@ -143,6 +154,25 @@ def balance_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
     return torch.stack(losses).mean()
 
 
+def locality_loss(router_logits: Sequence[Tensor], first: int, sequences: int) -> Tensor:
+    """The probability that tokens give to first choices that are rare in their own sequence, the mean over layers.
+
+    Only the ``first`` best experts of a token count. An expert's load in a sequence is 1 for an even share of those choices; its
+    probability weighs e^-load. So the first choices of a text come to keep to some of the experts, which is what prompt-wise
+    expert reuse lives on.
+    """
+    if not router_logits:
+        return torch.zeros(())
+    losses = []
+    for logits in router_logits:
+        probabilities = logits.float().softmax(-1).unflatten(0, (sequences, -1))  # [B, S, E]
+        with torch.no_grad():
+            chosen = torch.zeros_like(probabilities).scatter_(2, probabilities.topk(first, dim=-1).indices, 1.0)
+            load = chosen.mean(1, keepdim=True) * probabilities.shape[-1] / first  # [B, 1, E]
+        losses.append((probabilities * chosen * (-load).exp()).sum(-1).mean())
+    return torch.stack(losses).mean()
+
+
 def keep_freed_memory() -> None:
     """Tells glibc to keep freed activations: giving them back and faulting them in again takes a third of a step."""
     try:
@@ -151,6 +181,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     except OSError:
         pass  # another C library
+
+
+def fast_bfloat16() -> bool:
+    """Whether this CPU has a unit for bfloat16 products; without one they take ten times as long as float32 ones."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 @torch.no_grad()
@@ -174,11 +209,18 @@ class _State:
 
 
 def train_model(
-    recipe: Recipe, corpus: Path, out: Path, *, compile: bool = True, checkpoint_every: int = 100, stop_at: int | None = None
+    recipe: Recipe,
+    corpus: Path,
+    out: Path,
+    *,
+    start: tuple[str, int] | None = None,
+    checkpoint_every: int = 100,
+    stop_at: int | None = None,
 ) -> Path:
     """Trains ``recipe`` on ``corpus``, resuming from ``out`` when it holds a checkpoint.
 
     Args:
+        start: a model whose weights stand for those of the recipe after so many steps; its tokenizer is used, too.
         stop_at: stop after this many steps, with a checkpoint, as an interruption would.
 
     Returns the folder of the finished model (``out/model``), or of the checkpoint when stopped early.
@@ -187,13 +229,18 @@ def train_model(
         raise UserError(f"the corpus folder {corpus} does not exist; give the folder with the text files as --corpus")
     out.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
-    tokenizer, mixture, held_out = corpora.prepare(corpus, recipe.domains, recipe.config["vocab_size"], out)
-    torch.manual_seed(recipe.seed)
-    config = Qwen3MoeConfig(
-        **recipe.config, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=None
+    started = load_model(start[0]) if start is not None else None
+    tokenizer, mixture, held_out = corpora.prepare(
+        corpus, recipe.domains, recipe.config["vocab_size"], out, started.tokenizer if started is not None else None
     )
-    model = Qwen3MoeForCausalLM(config)
-    model.config._experts_implementation = training_experts.NAME
+    torch.manual_seed(recipe.seed)
+    if started is None:
+        config = Qwen3MoeConfig(
+            **recipe.config, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=None
+        )
+        model: PreTrainedModel = Qwen3MoeForCausalLM(config)
+    else:
+        model, config = started.model, started.model.config
     model.train()
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
@@ -202,7 +249,7 @@ def train_model(
         betas=(0.9, 0.95),
         fused=True,
     )
-    state, checkpoint = _State(), out / "checkpoint.pt"
+    state, checkpoint = _State(start[1] if start is not None else 0), out / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
@@ -217,12 +264,12 @@ def train_model(
 
     routed = len(config.mlp_only_layers) < config.num_hidden_layers
 
-    def loss_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         outputs = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=routed)
         entropy = F.cross_entropy(outputs.logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        return entropy, balance_loss(outputs.router_logits or (), config.num_experts_per_tok)
+        logits, top_k = outputs.router_logits or (), config.num_experts_per_tok
+        return entropy, balance_loss(logits, top_k), locality_loss(logits, top_k // 2, len(ids))
 
-    step_loss = torch.compile(loss_of) if compile else loss_of
     last = min(recipe.steps, stop_at or recipe.steps)
     with Progress(
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
@@ -236,28 +283,29 @@ def train_model(
                 group["lr"] = rate
             sequences = recipe.tokens_per_step // phase.length
             ids = mixture.batch(state.step, recipe.seed, phase.shares, sequences, phase.length)
-            with torch.autocast("cpu", torch.bfloat16):
-                entropy, balance = step_loss(ids)
-                loss = entropy + phase.balance * balance
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not phase.routers_only or name.endswith(".mlp.gate.weight"))
+            with torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16()):
+                entropy, balance, locality = losses(ids)
+                loss = entropy + phase.balance * balance + phase.locality * locality
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             state.step += 1
             state.seconds += time.perf_counter() - started
-            record = {"step": state.step, "loss": entropy.item(), "balance": balance.item(), "rate": rate,
-                      "gradient": float(norm), "seconds": state.seconds}
+            record = {"step": state.step, "loss": entropy.item(), "balance": balance.item(), "locality": locality.item(),
+                      "rate": rate, "gradient": float(norm), "seconds": state.seconds}
             if state.step % 500 == 0 or state.step == last:
                 for name, stream in held_out.items():
-                    record[f"held_out/{name}"] = held_out_loss(model, stream, phase.length)
-            if state.step % 10 == 0 or len(record) > 6:
+                    record[f"held_out/{name}"] = held_out_loss(model, stream, recipe.longest)
+            if state.step % 10 == 0 or len(record) > 7:
                 state.history.append(record)
             if state.step % checkpoint_every == 0 or state.step == last:
                 save()
             progress.update(task, advance=1, note=f"loss {record['loss']:.3f}  balance {record['balance']:.2f}")
     if state.step < recipe.steps:
         return checkpoint
-    model.config._experts_implementation = None
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     return out / "model"
