@@ -111,25 +111,27 @@ def bytes_by_part(model: PreTrainedModel, blocks: list[MoeBlock]) -> dict[Part, 
     """
     sizes: dict[Part, int] = {}
 
-    def add(part: Part, tensor: Tensor) -> None:
-        sizes[part] = sizes.get(part, 0) + tensor.numel() * tensor.element_size()
+    def add(part: Part, size: int) -> None:
+        sizes[part] = sizes.get(part, 0) + size
 
-    experts = {id(p) for block in blocks for p in block.experts.parameters()}
-    routers = {id(p) for block in blocks for p in block.router.parameters()}
-    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
-    head = model.get_output_embeddings()
-    heads = {id(p) for p in head.parameters()} if head is not None else set()
-    for name, parameter in model.named_parameters():
-        if id(parameter) in experts:
-            add("experts", parameter)
-        elif id(parameter) in routers:
-            add("router", parameter)
-        elif id(parameter) in embeddings:
-            add("embeddings", parameter)
-        elif id(parameter) not in heads:
-            add("attention" if re.search("attn|attention|norm", name) else "shared_experts", parameter)
+    def ids(module: nn.Module | None) -> set[int]:
+        return set() if module is None else {id(tensor) for _, tensor in weights_of(module)}
+
+    experts = {i for block in blocks for i in ids(block.experts)}
+    routers = {i for block in blocks for i in ids(block.router)}
+    embeddings, head = ids(model.get_input_embeddings()), model.get_output_embeddings()
+    for name, weight in weights_of(model):
+        if id(weight) in routers:
+            add("router", weight.nbytes)
+        elif id(weight) in embeddings:
+            add("embeddings", weight.nbytes)
+        elif id(weight) not in experts | ids(head):
+            add("attention" if re.search("attn|attention|norm", name) else "shared_experts", weight.nbytes)
+    for block in blocks:
+        add("experts", block.bytes)
     if head is not None:
-        add("lm_head", head.weight)
+        for _, weight in weights_of(head):
+            add("lm_head", weight.nbytes)
     return sizes
 
 

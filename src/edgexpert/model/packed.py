@@ -1,0 +1,73 @@
+"""A packed checkpoint as a transformers model: the library's modules, with packed weights and our kernels in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from edgexpert.errors import UserError
+from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RouterWeight, RowNorm
+from edgexpert.kernels.packed import PackedMatrix
+from edgexpert.model.blocks import find_blocks
+from edgexpert.packing.reading import Pack
+
+
+def load_pack(folder: Path) -> PreTrainedModel:
+    """The model of a packed checkpoint; experts and linear layers stay in the mapped file.
+
+    Raises:
+        UserError: the folder is damaged, or lacks a tensor.
+    """
+    pack = Pack(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(pack.config, dtype=torch.float32, attn_implementation=ATTENTION)
+    tensors = pack.dense()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, PackedMatrix):
+            bias = tensors.get(name.removesuffix("weight") + "bias")
+            assert bias is None or isinstance(bias, Tensor)
+            model.set_submodule(name.removesuffix(".weight"), PackedLinear(tensor, bias))
+    for name, tensor in tensors.items():
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if isinstance(tensor, Tensor) and not isinstance(module, PackedLinear):
+            if attribute in module._buffers:
+                module._buffers[attribute] = tensor
+            else:
+                module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
+    _fill_buffers(model)
+    blocks = find_blocks(model)
+    for block, layout in zip(blocks, pack.manifest.layers, strict=True):
+        assert block.layer == layout.layer
+        block.experts.packed = pack.layer(layout)
+        block.router.weight = nn.Parameter(block.router.weight.data.as_subclass(RouterWeight), requires_grad=False)
+    _replace_modules(model)
+    experts = {id(p) for block in blocks for p in block.experts.parameters()}
+    missing = [name for name, p in model.named_parameters() if p.is_meta and id(p) not in experts]
+    if missing:
+        raise UserError(f"{folder} lacks the tensor {missing[0]}; convert the checkpoint again")
+    model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _fill_buffers(model: PreTrainedModel) -> None:
+    """Computes what no checkpoint stores, such as rotary frequencies."""
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
+            module.to_empty(device="cpu", recurse=False)
+            model._init_weights(module)
+
+
+def _replace_modules(model: PreTrainedModel) -> None:
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            model.set_submodule(name, RowNorm(module.weight, module.variance_epsilon))
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    if embedding.weight.dtype != torch.float32:
+        embedding.__class__ = FloatEmbedding
