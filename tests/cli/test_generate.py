@@ -128,16 +128,17 @@ def test_ctrl_c_with_json_still_prints_one_object(run: Run, tiny_checkpoint: Pat
     assert 0 < len(value["token_ids"]) < 50
 
 
-def test_ctrl_c_before_the_first_token_leaves_quietly(
-    run: Run, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["edgexpert.load", "edgexpert.engine.Engine.prefill"])
+def test_ctrl_c_before_the_first_token_leaves_with_one_line(
+    run: Run, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    def prefill(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "prefill", prefill)
+    monkeypatch.setattr(where, interrupt)
     result = run(*command(tiny_checkpoint, PROMPT))
     assert result.exit_code == 130
-    assert result.stdout == ""
+    assert (result.stdout, result.stderr) == ("", "Interrupted.\n")
 
 
 def test_the_installed_command_works_offline(tiny_checkpoint: Path) -> None:

@@ -17,7 +17,7 @@ UsageError: type[Any] = typer.BadParameter.__mro__[1]  # typer keeps its copy of
 
 
 class Commands(TyperGroup):
-    """Turns what a user can put right into one sentence and exit code 2, and Ctrl-C into exit code 130."""
+    """Turns what a user can put right into one sentence and exit code 2, and Ctrl-C into one line and exit code 130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -32,6 +32,8 @@ class Commands(TyperGroup):
             typer.echo(f"edgexpert: {error.format_message().rstrip('.')}; see {command} --help", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
+            # a terminal shows ^C where the cursor stands
+            typer.echo("\n" * sys.stderr.isatty() + "Interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
 
