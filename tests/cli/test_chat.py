@@ -64,12 +64,12 @@ def test_reset_forgets(run: Run, tiny_checkpoint: Path, prompts: list[Prompt]) -
 
 def test_policy_changes_and_stats_show_it(run: Run, tiny_checkpoint: Path) -> None:
     said = chat(run, tiny_checkpoint, "/stats", "/policy pruned", "a fox", "/stats", "/policy nonsense", "/what", "/help")
-    assert "there is no answer yet" in said
+    assert "There is no answer yet" in said
     assert "From now on: coarse pruning" in said
     assert "acceptance length" in said
     assert "approximated: coarse pruning" in said
     assert "There is no policy 'nonsense'" in said
-    assert "there is no command /what" in said
+    assert "There is no command /what" in said
     assert "/reset" in said
 
 

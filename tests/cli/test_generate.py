@@ -63,16 +63,16 @@ def test_the_prompt_comes_from_standard_input_when_left_out(run: Run, tiny_check
 
 @pytest.mark.parametrize(("arguments", "part"), [
     (["--policy", "exacct", "hi"], "exact, pruned, reuse, coalesced, edgexpert"),
-    (["--model", "no/such/folder", "hi"], "give a bundled name"),
-    (["--draft", "./nowhere", "hi"], "there is no draft"),
-    (["--n-tri", "3", "--n-min", "2", "hi"], "n_tri (3) must be at most n_min (2)"),
+    (["--model", "no/such/folder", "hi"], "There is no model 'no/such/folder': give a bundled name"),
+    (["--draft", "./nowhere", "hi"], "There is no draft"),
+    (["--n-tri", "3", "--n-min", "2", "hi"], "--n-tri (3) must be at most --n-min (2)."),
     (["--computational-calibration", "hi"], "switch coalescing on"),
-    (["--temperature", "-1", "hi"], "temperature"),
-    (["--max-new-tokens", "0", "hi"], "max_new_tokens"),
+    (["--temperature", "-1", "hi"], "--temperature must"),
+    (["--max-new-tokens", "0", "hi"], "--max-new-tokens must"),
     (["--max-new-tokens", "5000", "hi"], "context"),
     (["--dtype", "int3", "hi"], "--dtype"),
     (["--device", "tpu", "hi"], "--device"),
-    ([" "], "the prompt is empty"),
+    ([" "], "The prompt is empty"),
     (["\udcff"], "UTF-8"),
 ])
 def test_bad_input_is_one_sentence_and_exit_code_2(
@@ -83,6 +83,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert result.stdout == ""
     assert part in result.stderr
     assert result.stderr.startswith("edgexpert: ")
+    assert result.stderr.endswith(".\n")
     assert result.stderr.count("\n") == 1
 
 

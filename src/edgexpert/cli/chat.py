@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from edgexpert.cli.options import Options, shared_options
-from edgexpert.cli.show import print_generation, print_line, print_piece
+from edgexpert.cli.show import print_generation, print_line, print_piece, sentence
 from edgexpert.errors import UserError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def chat(options: Options) -> None:
             elif line:
                 conversation.answer(line)
         except UserError as error:
-            print_line(str(error))
+            print_line(sentence(error))
 
 
 def _read_line() -> str | None:

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from edgexpert.cli import bench, chat, generate, info, train
+from edgexpert.cli.show import sentence
 from edgexpert.errors import UserError
 
 INTERRUPTED = 130
@@ -23,13 +24,13 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except UserError as error:
-            typer.echo(f"edgexpert: {error}", err=True)
+            typer.echo(f"edgexpert: {sentence(error)}", err=True)
             raise typer.Exit(2) from None
         except UsageError as error:
             if type(error).__name__ == "NoArgsIsHelpError":
                 raise  # it prints the help
             command = error.ctx.command_path if error.ctx else "edgexpert"
-            typer.echo(f"edgexpert: {error.format_message().rstrip('.')}; see {command} --help", err=True)
+            typer.echo(f"edgexpert: {error.format_message().rstrip('.')}; see {command} --help.", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             # a terminal shows ^C where the cursor stands

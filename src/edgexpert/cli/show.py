@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from edgexpert.errors import UserError
 
 if TYPE_CHECKING:
     from edgexpert.generation import Generation
@@ -36,6 +39,12 @@ def readable_seconds(seconds: float | None) -> str:
 
 def readable_number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2f}"
+
+
+def sentence(error: UserError) -> str:
+    """An error as a sentence, in which Python's names are the options that a user of the command line gave."""
+    text = re.sub(r"`(\w+)`", lambda name: "--" + name[1].replace("_", "-"), str(error))
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def print_json(value: dict[str, Any]) -> None:

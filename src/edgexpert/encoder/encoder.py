@@ -37,8 +37,8 @@ class ImportanceEncoder:
     ) -> None:
         """Args: ``stored`` gives the bytes that each parameter takes where it is stored."""
         if not tokenizer.is_fast or tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
-            raise UserError(f"Encoder {name} has no fast tokenizer with CLS and SEP tokens; choose a BERT-like encoder "
-                            "such as sentence-transformers/all-MiniLM-L6-v2.")
+            raise UserError(f"the encoder {name} has no fast tokenizer with CLS and SEP tokens; choose a BERT-like encoder "
+                            "such as sentence-transformers/all-MiniLM-L6-v2")
         self.name = name
         self.bytes_read = 0.0
         self._model = model.train(False)
@@ -63,8 +63,8 @@ class ImportanceEncoder:
             model = AutoModel.from_pretrained(name, attn_implementation="eager", dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise UserError(f"Encoder {name} cannot be loaded from a folder or the Hub; download it where there is a "
-                            "network and give its folder, or leave it out to use the bundled one.") from error
+            raise UserError(f"the encoder {name} cannot be loaded from a folder or the Hub; download it where there is a "
+                            "network and give its folder, or leave it out to use the bundled one") from error
         stored = {path: weight.nbytes for path, weight in model.named_parameters() if not path.startswith("pooler.")}
         return cls(model, tokenizer, Path(name).name, stored)
 

@@ -77,8 +77,8 @@ class HostedModel:
             earlier.detach()
         if not self.blocks:
             raise UserError(
-                f"{model.config.name_or_path or 'this model'} (model type {self.config.model_type}) has no mixture-of-experts "
-                "layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
+                f"the model {model.config.name_or_path or 'at hand'} (model type {self.config.model_type}) has no "
+                "mixture-of-experts layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
             )
         self.ledger = Ledger()
         self.sizes = bytes_by_part(model, self.blocks)
@@ -122,7 +122,7 @@ class HostedModel:
         if not policy.is_exact and any(block.form is None for block in self.blocks):
             raise UserError(
                 f"the router of model type {self.config.model_type} scores experts in a way that EdgeXpert does not know; "
-                "only --policy exact can be used with it"
+                "only `policy` exact can be used with it"
             )
         for block in self.blocks:
             block.store_channel_major(policy.fine_pruning)

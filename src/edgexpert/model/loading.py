@@ -45,10 +45,10 @@ def resolve(name: str) -> tuple[str, Path | None]:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"{name} has no config.json; give a folder that holds a Hugging Face checkpoint")
+            raise UserError(f"the model folder {name} has no config.json; give a folder that holds a Hugging Face checkpoint")
         return str(path), path
     if path.exists():
-        raise UserError(f"{name} is a file; give the folder that holds config.json and the safetensors files")
+        raise UserError(f"the model {name} is a file; give the folder that holds config.json and the safetensors files")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(
             f"there is no model {name!r}: give a bundled name ({', '.join(BUNDLED)}), a folder, or a Hub name like owner/name"
@@ -63,7 +63,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
         UserError: the name leads nowhere, the checkpoint is damaged or of an unknown type, or the device is not there.
     """
     if dtype not in DTYPES:
-        raise UserError(f"unknown --dtype {dtype}; choose one of {', '.join(DTYPES)}")
+        raise UserError(f"unknown `dtype` {dtype}; choose one of {', '.join(DTYPES)}")
     check_device(device)
     source, folder = resolve(name)
     transformers_logging.set_verbosity_error()
@@ -94,18 +94,18 @@ def _load_tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise UserError(f"{name} has no tokenizer that loads; put the model's tokenizer.json beside its weights") from error
+        raise UserError(f"the model {name} has no tokenizer that loads; put its tokenizer.json beside its weights") from error
 
 
 def check_device(device: str) -> None:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise UserError(f"unknown --device {device}; use cpu or cuda") from error
+        raise UserError(f"unknown `device` {device}; use cpu or cuda") from error
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu")
+        raise UserError("`device` cuda was asked for, but PyTorch sees no CUDA device here; use `device` cpu")
     if kind not in ("cpu", "cuda"):
-        raise UserError(f"--device {device} is not supported; use cpu or cuda")
+        raise UserError(f"`device` {device} is not supported; use cpu or cuda")
 
 
 def _check_weights(folder: Path | None) -> None:
@@ -116,14 +116,14 @@ def _check_weights(folder: Path | None) -> None:
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     for name in sorted(names):
         if not (folder / name).is_file():
-            raise UserError(f"{folder} lacks the weight file {name}; download the checkpoint again")
+            raise UserError(f"the model folder {folder} lacks the weight file {name}; download the checkpoint again")
 
 
 def _explain(name: str, folder: Path | None, error: Exception) -> str:
     first_line = str(error).strip().split("\n")[0]
     if folder is None:
         return (
-            f"{name} could not be had from the Hub ({type(error).__name__}: {first_line[:160]}); "
+            f"the model {name} could not be had from the Hub ({type(error).__name__}: {first_line[:160]}); "
             "offline, give the folder of a downloaded checkpoint instead of its name"
         )
-    return f"{name} cannot be loaded as a causal language model ({first_line[:200]})"
+    return f"the model {name} cannot be loaded as a causal language model ({first_line[:200]})"

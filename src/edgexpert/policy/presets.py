@@ -21,5 +21,5 @@ PRESETS: dict[str, Policy] = {
 def policy_named(name: str) -> Policy:
     """Raises UserError listing the policies there are."""
     if name not in PRESETS:
-        raise UserError(f"There is no policy {name!r}; choose one of {', '.join(PRESETS)}.")
+        raise UserError(f"there is no policy {name!r}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]

@@ -184,7 +184,7 @@ def train_model(
     Returns the folder of the finished model (``out/model``), or of the checkpoint when stopped early.
     """
     if not corpus.is_dir():
-        raise UserError(f"the corpus folder {corpus} does not exist; give the folder with the text files as --corpus")
+        raise UserError(f"the corpus folder {corpus} does not exist; give the folder with the text files as `corpus`")
     out.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     tokenizer, mixture, held_out = corpora.prepare(corpus, recipe.domains, recipe.config["vocab_size"], out)
