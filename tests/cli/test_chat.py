@@ -35,6 +35,7 @@ def chat(run: Run, checkpoint: Path, *lines: str) -> str:
 def test_without_a_template_the_text_grows(run: Run, tiny_checkpoint: Path, prompts: list[Prompt]) -> None:
     said = chat(run, tiny_checkpoint, "a fox", "a crow", "/quit", "never read")
     assert "has no chat template" in said
+    assert "> " not in said, "prompts are for people at a terminal"
     assert len(prompts) == 2
     assert prompts[0] == "a fox"
     assert prompts[1].startswith("a fox\n")

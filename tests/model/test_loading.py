@@ -90,8 +90,8 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_devices_and_dtypes_that_are_not_there(checkpoint: Path) -> None:
     if not torch.cuda.is_available():
         assert "`device` cpu" in refusal(checkpoint, device="cuda")
-    assert "unknown --device" in refusal(checkpoint, device="potato")
-    assert "unknown --dtype" in refusal(checkpoint, dtype="int3")
+    assert "unknown `device`" in refusal(checkpoint, device="potato")
+    assert "unknown `dtype`" in refusal(checkpoint, dtype="int3")
 
 
 def test_a_dense_model_has_nothing_to_do(tmp_path: Path) -> None:

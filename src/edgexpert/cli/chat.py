@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from edgexpert.cli.options import Options, shared_options
@@ -107,9 +108,10 @@ def chat(options: Options) -> None:
 def _read_line() -> str | None:
     """What the user says; None at the end of the input."""
     try:
-        return input("> ").strip()
+        return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
-        print_piece("\n")
+        if sys.stdin.isatty():
+            print_piece("\n")
         return None
     except UnicodeError:
         raise UserError("the input is not UTF-8 text; convert it first") from None

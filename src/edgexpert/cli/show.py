@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from edgexpert.generation import Generation
 
 NOTHING = "–"
+PIPE_WIDTH = 10_000
 
 
 def readable_bytes(count: float | None) -> str:
@@ -75,13 +76,15 @@ def print_pairs(title: str, pairs: Mapping[str, str]) -> None:
     print_rich(rows)
 
 
-def print_rich(content: Table) -> None:
-    Console(highlight=False).print(content)
+def print_rich(content: Table | Text) -> None:
+    """As wide as the terminal; where standard output is none, lines are neither cut nor wrapped."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    Console(highlight=False, width=width).print(content)
 
 
 def print_line(line: str) -> None:
     """A sentence, wrapped to the terminal, in which brackets and numbers mean nothing special."""
-    Console(highlight=False).print(Text(line))
+    print_rich(Text(line))
 
 
 def print_generation(generation: Generation) -> None:
