@@ -36,6 +36,7 @@ def test_errors_begin_small_without_a_name_and_have_no_full_stop() -> None:
 @pytest.mark.parametrize(("text", "printed"), [
     ("the prompt is empty; give some text", "The prompt is empty; give some text."),
     ("`n_tri` (3) must be at most `n_min` (2)", "--n-tri (3) must be at most --n-min (2)."),
+    ("`TreeShape.top_k` must be from 1 to 256, not 0", "--tree-top-k must be from 1 to 256, not 0."),
 ])
 def test_the_command_line_prints_a_sentence_with_its_own_options(text: str, printed: str) -> None:
     assert sentence(UserError(text)) == printed

@@ -70,6 +70,8 @@ def test_the_prompt_comes_from_standard_input_when_left_out(run: Run, tiny_check
     (["--temperature", "-1", "hi"], "--temperature must"),
     (["--max-new-tokens", "0", "hi"], "--max-new-tokens must"),
     (["--max-new-tokens", "5000", "hi"], "context"),
+    (["--tree-size", "-1", "hi"], "--tree-size must be from 0 to"),
+    (["--tree-depth", "1000000", "hi"], "--tree-depth must be from 1 to"),
     (["--dtype", "int3", "hi"], "--dtype"),
     (["--device", "tpu", "hi"], "--device"),
     ([" "], "The prompt is empty"),
@@ -87,7 +89,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--tree-size", "-1", "hi"], ["--seed", "x", "hi"], ["--nonsense", "hi"]])
+@pytest.mark.parametrize("arguments", [["--seed", "x", "hi"], ["--nonsense", "hi"]])
 def test_wrong_usage_has_exit_code_2(run: Run, arguments: list[str]) -> None:
     result = run("generate", *arguments)
     assert result.exit_code == 2

@@ -12,6 +12,7 @@ from edgexpert.errors import UserError
 if TYPE_CHECKING:
     from edgexpert.engine import Engine, Prompt
     from edgexpert.generation import Generation
+    from edgexpert.speculation.draft import TreeShape
     from edgexpert.speculation.sampling import SamplingParams
 
 HELP = """\
@@ -28,10 +29,11 @@ class Conversation:
     With a chat template the history is messages. Without one it is the text so far: a turn adds a line, the model goes on.
     """
 
-    def __init__(self, engine: Engine, options: Options, params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, options: Options, params: SamplingParams, shape: TreeShape) -> None:
         self.engine = engine
         self.options = options
         self.params = params
+        self.shape = shape
         self.messages: list[dict[str, str]] = []
         self.last: Generation | None = None
 
@@ -47,7 +49,7 @@ class Conversation:
         """One turn, printed as it is produced. Ctrl-C ends the answer and keeps what there is."""
         self.messages.append({"role": "user", "content": text})
         try:
-            stream = self.engine.stream(self.prompt, self.params, self.options.tree)
+            stream = self.engine.stream(self.prompt, self.params, self.shape)
         except UserError as error:
             self.messages.pop()
             raise UserError(f"{error} (/reset starts over)") from None
@@ -88,8 +90,8 @@ class Conversation:
 @shared_options()
 def chat(options: Options) -> None:
     """Talk with a model; /help lists what else you can say."""
-    params = options.sampling
-    conversation = Conversation(options.load(), options, params)
+    params, shape = options.sampling, options.tree
+    conversation = Conversation(options.load(), options, params, shape)
     for note in conversation.engine.notes:
         print_line(f"note: {note}")
     if not conversation.has_template:

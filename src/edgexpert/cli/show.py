@@ -44,8 +44,13 @@ def readable_number(value: float | None) -> str:
 
 def sentence(error: UserError) -> str:
     """An error as a sentence, in which Python's names are the options that a user of the command line gave."""
-    text = re.sub(r"`(\w+)`", lambda name: "--" + name[1].replace("_", "-"), str(error))
+    text = re.sub(r"`([\w.]+)`", _option, str(error))
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _option(name: re.Match[str]) -> str:
+    """``k_min`` is --k-min, and ``TreeShape.size`` is --tree-size."""
+    return "--" + name[1].replace("TreeShape.", "tree_").replace("_", "-")
 
 
 def print_json(value: dict[str, Any]) -> None:
