@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
 from edgexpert.errors import UserError
@@ -46,6 +47,7 @@ def resolve(name: str) -> tuple[str, Path | None]:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"the model folder {name} has no config.json; give a folder that holds a Hugging Face checkpoint")
+        _check_config(path)
         return str(path), path
     if path.exists():
         raise UserError(f"the model {name} is a file; give the folder that holds config.json and the safetensors files")
@@ -54,6 +56,19 @@ def resolve(name: str) -> tuple[str, Path | None]:
             f"there is no model {name!r}: give a bundled name ({', '.join(BUNDLED)}), a folder, or a Hub name like owner/name"
         )
     return name, None
+
+
+def _check_config(folder: Path) -> None:
+    """A local checkpoint must name a model type that transformers knows."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UserError(f"the config.json in {folder} is no JSON object with a model_type; download the checkpoint again")
+    if config["model_type"] not in CONFIG_MAPPING:
+        raise UserError(f"the model type {config['model_type']} in {folder} is not one that transformers {transformers_version} "
+                        "knows; give another model, or upgrade transformers")
 
 
 def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
@@ -120,10 +135,10 @@ def _check_weights(folder: Path | None) -> None:
 
 
 def _explain(name: str, folder: Path | None, error: Exception) -> str:
-    first_line = str(error).strip().split("\n")[0]
-    if folder is None:
+    if folder is None and isinstance(error, OSError):
         return (
-            f"the model {name} could not be had from the Hub ({type(error).__name__}: {first_line[:160]}); "
-            "offline, give the folder of a downloaded checkpoint instead of its name"
+            f"the model {name} is not on the Hub, or the Hub cannot be reached; check the name, or give the folder of a "
+            "downloaded checkpoint"
         )
-    return f"the model {name} cannot be loaded as a causal language model ({first_line[:200]})"
+    reason = str(error).strip().split("\n")[0][:200].replace("`", "'").rstrip(".")
+    return f"the model {name} cannot be loaded as a causal language model ({reason}); give another checkpoint"
