@@ -104,7 +104,7 @@ class Engine:
         if prompt + new > self.host.max_context:
             raise UserError(
                 f"the prompt has {prompt} tokens and {new} new ones are asked for, but the model's context is "
-                f"{self.host.max_context}; shorten the prompt or lower --max-new-tokens"
+                f"{self.host.max_context}; shorten the prompt or lower `max_new_tokens`"
             )
 
     # -- stages ----------------------------------------------------------------------------------------------------

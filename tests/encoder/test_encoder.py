@@ -123,6 +123,11 @@ def test_an_encoder_that_is_not_there_is_refused_with_the_way_out(
 ) -> None:
     with pytest.raises(UserError, match="give its folder"):
         ImportanceEncoder.from_pretrained(str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match=r"no config\.json; give the folder of a BERT-like encoder"):
+        ImportanceEncoder.from_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot be loaded by transformers; give the folder"):
+        ImportanceEncoder.from_pretrained(str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="give its folder"):
         ImportanceEncoder.from_pretrained("nobody/no-such-encoder")

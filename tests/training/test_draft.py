@@ -136,7 +136,7 @@ def test_sizes_that_do_not_fit_the_target_are_refused(target: PreTrainedModel, s
 
 
 def test_a_recipe_without_steps_is_refused() -> None:
-    with pytest.raises(UserError, match="steps must be positive"):
+    with pytest.raises(UserError, match="`steps` must be positive"):
         DraftRecipe(steps=0)
 
 

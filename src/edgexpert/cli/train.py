@@ -94,9 +94,9 @@ def draft(
 
     recipe = DraftRecipe(steps=steps, ttt=ttt, draft_vocab=draft_vocab)
     if has_checkpoint(out) and not resume:
-        raise UserError(f"{out} holds an unfinished training; add --resume to go on with it, or give another folder")
+        raise UserError(f"the folder {out} holds an unfinished training; add --resume to go on with it, or give another folder")
     if resume and not has_checkpoint(out):
-        raise UserError(f"{out} holds no training to resume; leave --resume out")
+        raise UserError(f"the folder {out} holds no training to resume; leave --resume out")
     engine = load(model, draft="none", dtype=dtype, device=device)
     source, held_out = training_data(engine.tokenizer, text, chats, regenerate, sequences, length)
     target, states = engine.host.model, out / "states"

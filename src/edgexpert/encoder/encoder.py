@@ -37,8 +37,8 @@ class ImportanceEncoder:
     ) -> None:
         """Args: ``stored`` gives the bytes that each parameter takes where it is stored."""
         if not tokenizer.is_fast or tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
-            raise UserError(f"Encoder {name} has no fast tokenizer with CLS and SEP tokens; choose a BERT-like encoder "
-                            "such as sentence-transformers/all-MiniLM-L6-v2.")
+            raise UserError(f"the encoder {name} has no fast tokenizer with CLS and SEP tokens; choose a BERT-like encoder "
+                            "such as sentence-transformers/all-MiniLM-L6-v2")
         self.name = name
         self.bytes_read = 0.0
         self._model = model.train(False)
@@ -59,12 +59,17 @@ class ImportanceEncoder:
     @classmethod
     def from_pretrained(cls, name: str) -> ImportanceEncoder:
         """Any BERT-like encoder with a fast tokenizer, by folder or Hub name."""
+        folder = Path(name).expanduser()
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise UserError(f"the encoder folder {name} has no config.json; give the folder of a BERT-like encoder, or leave "
+                            "`encoder` out to use the bundled one")
         try:
             model = AutoModel.from_pretrained(name, attn_implementation="eager", dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise UserError(f"Encoder {name} cannot be loaded from a folder or the Hub; download it where there is a "
-                            "network and give its folder, or leave it out to use the bundled one.") from error
+            problem = ("cannot be loaded by transformers; give the folder of a BERT-like encoder" if folder.is_dir() else
+                       "is no folder, and cannot be had from the Hub; download it where there is a network and give its folder")
+            raise UserError(f"the encoder {name} {problem}, or leave `encoder` out to use the bundled one") from error
         stored = {path: weight.nbytes for path, weight in model.named_parameters() if not path.startswith("pooler.")}
         return cls(model, tokenizer, Path(name).name, stored)
 

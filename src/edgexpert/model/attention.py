@@ -59,7 +59,7 @@ def watch_received_attention(
     name = model.config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UserError(
-            f"model type {model.config.model_type} runs with its own {name} attention, whose weights cannot be read; "
+            f"the model type {model.config.model_type} runs with its own {name} attention, whose weights cannot be read; "
             "weigh channels by routing weight or path probability instead"
         )
     attend, mask = ALL_ATTENTION_FUNCTIONS[name], stage.tree.mask

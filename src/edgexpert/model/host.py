@@ -85,8 +85,8 @@ class HostedModel:
             earlier.detach()
         if not self.blocks:
             raise UserError(
-                f"{model.config.name_or_path or 'this model'} (model type {self.config.model_type}) has no mixture-of-experts "
-                "layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
+                f"the model {model.config.name_or_path or 'at hand'} (model type {self.config.model_type}) has no "
+                "mixture-of-experts layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
             )
         self.ledger = Ledger()
         self.recorder: Recorder | None = None
@@ -132,7 +132,7 @@ class HostedModel:
         if not policy.is_exact and any(block.form is None for block in self.blocks):
             raise UserError(
                 f"the router of model type {self.config.model_type} scores experts in a way that EdgeXpert does not know; "
-                "only --policy exact can be used with it"
+                "only `policy` exact can be used with it"
             )
         if policy.stores_otherwise and self.statistics is None:
             raise UserError(

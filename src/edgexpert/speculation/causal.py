@@ -29,7 +29,7 @@ def load_causal_draft(name: str | Path, tokenizer: PreTrainedTokenizerBase, voca
         own = AutoTokenizer.from_pretrained(name)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise UserError(f"{name} holds no causal language model with tokenizer that can be a draft; "
+        raise UserError(f"the folder {name} holds no causal language model with tokenizer that can be a draft; "
                         "give a folder that transformers can load") from error
     if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"the draft {name} has another vocabulary than the model; give a draft that shares its tokenizer")

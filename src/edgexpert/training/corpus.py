@@ -24,7 +24,7 @@ HELD_OUT_ONE_IN = 50
 def documents(path: Path) -> Iterator[str]:
     """Documents of one corpus file, without the end marker."""
     if not path.is_file():
-        raise UserError(f"the corpus file {path} does not exist; give the folder that holds it with --corpus")
+        raise UserError(f"the corpus file {path} does not exist; give the folder that holds it as `corpus`")
     lines: list[str] = []
     with path.open(encoding="utf-8") as file:
         for line in file:

@@ -48,8 +48,8 @@ def draft_config(target: PreTrainedModel, recipe: DraftRecipe, captured: Capture
     heads = recipe.num_attention_heads or config.num_attention_heads
     keys = recipe.num_key_value_heads or heads
     if hidden % (2 * heads) or heads % keys:
-        raise UserError(f"{heads} attention heads with {keys} key/value heads do not divide a hidden size of {hidden}; "
-                        "choose numbers that do")
+        raise UserError(f"the draft's {heads} attention heads with {keys} key/value heads do not divide a hidden "
+                        f"size of {hidden}; choose numbers that do")
     rope = getattr(config, "rope_parameters", None) or {}
     return Eagle3Config(
         hidden_size=hidden, intermediate_size=recipe.intermediate_size or 3 * hidden, num_attention_heads=heads,

@@ -226,7 +226,7 @@ def train_model(
     Returns the folder of the finished model (``out/model``), or of the checkpoint when stopped early.
     """
     if not corpus.is_dir():
-        raise UserError(f"the corpus folder {corpus} does not exist; give the folder with the text files as --corpus")
+        raise UserError(f"the corpus folder {corpus} does not exist; give the folder with the text files as `corpus`")
     out.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
     started = load_model(start[0]) if start is not None else None
