@@ -98,11 +98,13 @@ class WeightFormat:
         value: bytes of one weight; 0.5 for 4 bits.
         group: input channels that share a row of scales; 0 where there are none.
         scale: bytes of one scale, its zero point included.
+        padding: a channel's row holds a multiple of this many outputs.
     """
 
     value: float
     group: int = 0
     scale: float = 0.0
+    padding: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,11 +151,15 @@ class ExpertShape:
 
     def _whole(self, channels: int, outputs: int) -> float:
         groups = channels // self.format.group if self.format.group else 0
-        return outputs * (channels * self.format.value + groups * self.format.scale)
+        return self._row(outputs) * (channels * self.format.value + groups * self.format.scale)
+
+    def _row(self, outputs: int) -> int:
+        return -(-outputs // self.format.padding) * self.format.padding
 
     def _selected(self, selection: ChannelSelection | None, experts: int, channels: int, outputs: int) -> float:
         if selection is None:
             return experts * self._whole(channels, outputs)
+        outputs = self._row(outputs)
         loaded = outputs * self.format.value * int(selection.loaded.sum())
         if self.format.group:  # a row of scales is read if any channel of its group is
             groups = selection.loaded.view(len(selection.loaded), -1, self.format.group).any(2)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from edgexpert.kernels.experts import ExpertWeights
+from edgexpert.kernels.experts import ExpertWeights, PackedExpertWeights
+from edgexpert.kernels.modules import weights_of
 from edgexpert.ledger import Part
 from edgexpert.model.router import RouterForm, detect_form
 from edgexpert.plan import ExpertShape, WeightFormat
@@ -46,11 +47,23 @@ class MoeBlock:
         return detect_form(self.router)
 
     @property
+    def packed(self) -> PackedExpertWeights | None:
+        """The experts' weights where they come from a packed checkpoint; the module's own then hold nothing but their shape."""
+        return getattr(self.experts, "packed", None)
+
+    @property
+    def bytes(self) -> int:
+        """Stored bytes of all experts, biases included."""
+        biases = sum(p.nbytes for name, p in self.experts.named_parameters() if name.endswith("bias"))
+        return round(self.num_experts * self.shape.expert) + biases
+
+    @property
     def shape(self) -> ExpertShape:
         down = self.experts.down_proj
         intermediate, hidden = down.shape[1:] if self.experts.is_transposed else reversed(down.shape[1:])
         gate_up = getattr(self.experts, self.gate_up_name)
-        return ExpertShape(hidden, intermediate, gate_up[0].numel() // hidden, WeightFormat(down.element_size()))
+        stored = WeightFormat(down.element_size()) if self.packed is None else self.packed.format
+        return ExpertShape(hidden, intermediate, gate_up[0].numel() // hidden, stored)
 
     def store_channel_major(self, wanted: bool) -> None:
         """Lays the weights out so that an input channel is one contiguous row, or the way the library does.
@@ -60,7 +73,7 @@ class MoeBlock:
         """
         for name in (self.gate_up_name, "down_proj"):
             parameter = getattr(self.experts, name)
-            if self.experts.is_transposed:
+            if self.experts.is_transposed or self.packed is not None:
                 continue  # channel-major already
             if wanted and parameter.is_contiguous():
                 parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
@@ -80,8 +93,10 @@ class MoeBlock:
             getattr(self.experts, name).data = weight
         self.hosted.clear()
 
-    def weights(self) -> ExpertWeights:
-        """The experts' weights as channel-major views."""
+    def weights(self) -> ExpertWeights | PackedExpertWeights:
+        """The experts' weights, channel-major."""
+        if self.packed is not None:
+            return self.packed
         gate_up, down = getattr(self.experts, self.gate_up_name), self.experts.down_proj
         if not self.experts.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)

@@ -139,6 +139,9 @@ class HostedModel:
                 f"policy {policy.name} prepares the experts' weights by their use on sample text, which was not measured; load "
                 "the model with edgexpert.load, or set host.statistics = measure_experts(host, texts) first"
             )
+        if policy.stores_otherwise and self.blocks[0].packed is not None:
+            raise UserError(f"policy {policy.name} changes weights, which a packed checkpoint keeps as they are; "
+                            "use the checkpoint that it was converted from")
         for block in self.blocks:
             block.restore()
             block.store_channel_major(policy.fine_pruning)
@@ -248,14 +251,14 @@ class HostedModel:
             down_seen.append(activations)
             return select(activations)
 
-        # one product on the same data as the library's where nothing is skipped
         gate_up = select(x[routing.pairs[0]]) if self.policy.fine_pruning else None
-        if gate_up is None and int(routing.experts.max()) < block.num_experts:
+        if block.packed is None and gate_up is None and int(routing.experts.max()) < block.num_experts:
+            # one product on the same data as the library's where nothing is skipped
             plan = LayerPlan(block.layer, routing, storage=self.storage.get(block.layer))
             read = plan.bytes(block.shape)
             out = self._library(block, x, *args, **kwargs)
         else:
-            out, down, read = run_experts(x, routing, block.weights(), gate_up, select_down)
+            out, down, read = run_experts(x, routing, block.weights(), gate_up, select_down if gate_up else None)
             plan = LayerPlan(block.layer, routing, gate_up, down, self.storage.get(block.layer))
             assert plan.storage is not None or abs(plan.bytes(block.shape) - read) < 1, "bytes planned are the bytes read"
         running.plans[block.layer] = plan

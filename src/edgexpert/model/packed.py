@@ -7,12 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.experts import PackedExpertWeights
 from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RouterWeight, RowNorm
 from edgexpert.kernels.packed import PackedMatrix
-from edgexpert.model.blocks import find_blocks
+from edgexpert.model.blocks import MoeBlock, find_blocks
+from edgexpert.packing.format import LayerLayout
 from edgexpert.packing.reading import Pack
+
+ACTIVATIONS: dict[type[nn.Module], str] = {
+    SiLUActivation: "silu", nn.SiLU: "silu", GELUActivation: "gelu", GELUTanh: "gelu_tanh", nn.ReLU: "relu",
+}
 
 
 def load_pack(folder: Path) -> PreTrainedModel:
@@ -42,7 +49,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
     blocks = find_blocks(model)
     for block, layout in zip(blocks, pack.manifest.layers, strict=True):
         assert block.layer == layout.layer
-        block.experts.packed = pack.layer(layout)
+        block.experts.packed = _experts(block, pack, layout)
         block.router.weight = nn.Parameter(block.router.weight.data.as_subclass(RouterWeight), requires_grad=False)
     _replace_modules(model)
     experts = {id(p) for block in blocks for p in block.experts.parameters()}
@@ -53,6 +60,16 @@ def load_pack(folder: Path) -> PreTrainedModel:
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
+
+
+def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWeights:
+    module, matrices = block.experts, pack.layer(layout)
+    activation = ACTIVATIONS.get(type(module.act_fn))
+    if activation is None or layout.interleaved:
+        raise UserError(f"the experts of {pack.folder} use an activation that packed checkpoints do not have "
+                        f"({type(module).__name__}); use the original checkpoint")
+    biases = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
+    return PackedExpertWeights(matrices["gate_up"], matrices["down"], *biases, activation, layout.gate)
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

@@ -276,7 +276,7 @@ def train_model(
     ) as progress:
         task = progress.add_task("training", total=recipe.steps, completed=state.step, note="")
         while state.step < last:
-            started = time.perf_counter()
+            began = time.perf_counter()
             phase = recipe.phase_at(state.step)
             rate = learning_rate(recipe, state.step)
             for group in optimizer.param_groups:
@@ -293,7 +293,7 @@ def train_model(
             optimizer.step()
             optimizer.zero_grad()
             state.step += 1
-            state.seconds += time.perf_counter() - started
+            state.seconds += time.perf_counter() - began
             record = {"step": state.step, "loss": entropy.item(), "balance": balance.item(), "locality": locality.item(),
                       "rate": rate, "gradient": float(norm), "seconds": state.seconds}
             if state.step % 500 == 0 or state.step == last:
