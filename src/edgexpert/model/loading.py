@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from edgexpert.errors import UserError
 from edgexpert.model.bundled import is_packed, load_packed
+from edgexpert.model.packed import load_pack
+from edgexpert.packing.reading import is_pack
 
 BUNDLED = ("stories",)
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -85,7 +87,9 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(source)
-        if folder is not None and is_packed(folder):
+        if folder is not None and is_pack(folder):
+            model = load_pack(folder)
+        elif folder is not None and is_packed(folder):
             model = load_packed(folder, config, DTYPES[dtype])
         else:
             _check_weights(folder)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
-from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 
 from edgexpert.errors import UserError
 from edgexpert.kernels.experts import PackedExpertWeights
 from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RouterWeight, RowNorm
-from edgexpert.kernels.packed import PackedMatrix
+from edgexpert.kernels.packed import ACTIVATIONS, PackedExperts, PackedMatrix
 from edgexpert.model.blocks import MoeBlock, find_blocks
 from edgexpert.packing.format import LayerLayout
+from edgexpert.packing.matrix import PackedMatrix as StoredMatrix
 from edgexpert.packing.reading import Pack
-
-ACTIVATIONS: dict[type[nn.Module], str] = {
-    SiLUActivation: "silu", nn.SiLU: "silu", GELUActivation: "gelu", GELUTanh: "gelu_tanh", nn.ReLU: "relu",
-}
-
 
 def load_pack(folder: Path) -> PreTrainedModel:
     """The model of a packed checkpoint; experts and linear layers stay in the mapped file.
@@ -33,14 +29,16 @@ def load_pack(folder: Path) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(pack.config, dtype=torch.float32, attn_implementation=ATTENTION)
     tensors = pack.dense()
     for name, tensor in tensors.items():
-        if isinstance(tensor, PackedMatrix):
+        if isinstance(tensor, StoredMatrix):
             bias = tensors.get(name.removesuffix("weight") + "bias")
             assert bias is None or isinstance(bias, Tensor)
-            model.set_submodule(name.removesuffix(".weight"), PackedLinear(tensor, bias))
+            model.set_submodule(name.removesuffix(".weight"), PackedLinear(_matrix(tensor), bias))
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
         if isinstance(tensor, Tensor) and not isinstance(module, PackedLinear):
+            if not isinstance(module, nn.Embedding):
+                tensor = tensor.float()  # routers and norms are small, and the kernels take float32
             if attribute in module._buffers:
                 module._buffers[attribute] = tensor
             else:
@@ -62,14 +60,31 @@ def load_pack(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
+def _matrix(stored: StoredMatrix) -> PackedMatrix:
+    group = stored.group or 0
+    return PackedMatrix(stored.values, stored.scales, stored.zeros, stored.channels, stored.outputs, stored.bits, group)
+
+
 def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWeights:
     module, matrices = block.experts, pack.layer(layout)
-    activation = ACTIVATIONS.get(type(module.act_fn))
-    if activation is None or layout.interleaved:
-        raise UserError(f"the experts of {pack.folder} use an activation that packed checkpoints do not have "
-                        f"({type(module).__name__}); use the original checkpoint")
     biases = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
-    return PackedExpertWeights(matrices["gate_up"], matrices["down"], *biases, activation, layout.gate)
+    gate_up, down = (
+        PackedExperts(m.values, m.scales, m.zeros, m.values.shape[1], m.outputs, m.bits, m.values.shape[1] // m.scales.shape[1])
+        for m in (matrices["gate_up"], matrices["down"])
+    )
+    return PackedExpertWeights(gate_up, down, *biases, _activation(module, layout), layout.gate)
+
+
+def _activation(experts: Any, layout: LayerLayout) -> str:
+    """The kernels' activation that does what this module does; found by trying, like a router's form."""
+    y = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    theirs = experts._apply_gate(y) if layout.gate else experts.act_fn(y)
+    for name, function in ACTIVATIONS.items():
+        gate, up = y.chunk(2, dim=-1)
+        ours = function(gate) * up if layout.gate else function(y)
+        if torch.allclose(ours, theirs, atol=1e-6) and not layout.interleaved:
+            return name
+    raise UserError(f"packed checkpoints do not have the activation of {type(experts).__name__}; use the original checkpoint")
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:
