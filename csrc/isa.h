@@ -49,7 +49,7 @@ constexpr std::int64_t kRows = 64;        // most rows that share one unpacking 
 constexpr std::int64_t kAccumulators = 8192;  // most floats that accumulate at once: half of a level-1 cache, or all of it
 
 inline constexpr std::int64_t scratch_bytes(std::int64_t group) {
-  return kAccumulators * 4 + group * (kColumns + 2 * 8 + 64) + 4096;
+  return kAccumulators * 4 + group * (kColumns + 64 + 3 * 8) + 4096;
 }
 
 extern const Isa isa_portable;

@@ -141,9 +141,11 @@ std::int64_t peak(std::int64_t rounds) {
     __m256i sum[8] = {};
 #pragma GCC unroll 8
     for (int step = 0; step < 8; ++step) {
-      asm volatile("" : "+x"(w), "+x"(x));
 #pragma GCC unroll 8
-      for (int k = 0; k < 8; ++k) sum[k] = Avx2::Four::step(sum[k], w, x);
+      for (int k = 0; k < 8; ++k) {
+        asm volatile("" : "+x"(w));  // or the compiler computes one product for all
+        sum[k] = Avx2::Four::step(sum[k], w, x);
+      }
     }
     for (int k = 0; k < 8; ++k) total[k] = Avx2::Four::fold(total[k], sum[k]);
   }

@@ -94,7 +94,7 @@ struct Quantised {
 
   const Product& p;
   float* accumulators;
-  const std::uint8_t** row_table;
+  const std::uint8_t **row_table, **padded_rows;
   std::uint8_t* padding;
   typename B::W* unpacked;
 
@@ -107,6 +107,7 @@ struct Quantised {
     padding = at;
     at += p.group * 64;
     row_table = reinterpret_cast<const std::uint8_t**>(at);
+    padded_rows = row_table + 2 * p.group;
   }
 
   // Pointers to the rows of group g, at column c.
@@ -158,7 +159,6 @@ struct Quantised {
     // The last unit of a row is copied, so that no load goes beyond the row.
     alignas(64) std::uint16_t scale_copy[unit];
     alignas(64) std::uint8_t zero_copy[unit];
-    const std::uint8_t* padded_rows[4];
     if (valid < unit) {
       std::memset(scale_copy, 0, sizeof scale_copy);
       std::memcpy(scale_copy, scale_row, valid * sizeof(std::uint16_t));
@@ -169,16 +169,14 @@ struct Quantised {
         zero_row = zero_copy;
       }
       std::memset(padding, 0, count * B::unit_bytes);
-      for (std::int64_t i = 0; i < count; ++i) std::memcpy(padding + i * B::unit_bytes, row[i] + offset, valid * B::bits / 8);
-    }
-    const auto unpack = [&](std::int64_t q, typename B::W* w) __attribute__((always_inline)) {
-      if (valid < unit) [[unlikely]] {
-        for (int i = 0; i < 4; ++i) padded_rows[i] = padding + (4 * q + i) * B::unit_bytes;
-        B::unpack(padded_rows, 0, w);
-      } else {
-        B::unpack(row + 4 * q, offset, w);
+      for (std::int64_t i = 0; i < count; ++i) {
+        std::memcpy(padding + i * B::unit_bytes, row[i] + offset, valid * B::bits / 8);
+        padded_rows[i] = padding + i * B::unit_bytes;
       }
-    };
+      row = padded_rows;
+      offset = 0;
+    }
+    const auto unpack = [=](std::int64_t q, typename B::W* w) __attribute__((always_inline)) { B::unpack(row + 4 * q, offset, w); };
 
     typename B::F scales[B::vectors];
     B::scales(scale_row, scales);
