@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "dense.h"
 #include "kernels.h"
 
 namespace edgexpert {
@@ -42,6 +43,11 @@ struct Isa {
   std::uint64_t (*read)(const std::uint8_t* bytes, std::int64_t n);
   // Multiply-adds of int8 in registers alone, for `rounds` rounds; returns how many were done.
   std::int64_t (*peak)(std::int64_t rounds);
+  // The inner loops of dense.h.
+  float (*dot)(const float* a, const float* b, std::int64_t n);
+  void (*rms_norm)(const float* x, const float* weight, float* out, std::int64_t n, float eps);
+  void (*attend)(const Attention& a, std::int64_t head, std::int64_t token, const std::int32_t* seen, std::int64_t count,
+                 float* weights);
 };
 
 constexpr std::int64_t kColumns = 128;    // columns are split at multiples of this (a cache line of 4-bit weights)

@@ -7,6 +7,7 @@
 #include <immintrin.h>
 #endif
 
+#include "dense_isa.h"
 #include "matmul.h"
 
 namespace edgexpert {
@@ -167,6 +168,6 @@ std::int64_t peak(std::int64_t rounds) {
 
 }  // namespace
 
-const Isa isa_avx512 = {"avx512", product<Avx512>, quantise, activate, add_scaled, read, peak};
+const Isa isa_avx512 = {"avx512", product<Avx512>, quantise, activate, add_scaled, read, peak, dot, rms_norm_row, attend};
 
 }  // namespace edgexpert

@@ -1,4 +1,5 @@
 // Plain C++ for any processor: loops of fixed length over a unit of 32 outputs, which compilers turn into vector instructions.
+#include "dense_isa.h"
 #include "matmul.h"
 
 namespace edgexpert {
@@ -126,6 +127,6 @@ std::int64_t peak(std::int64_t rounds) {
 
 }  // namespace
 
-const Isa isa_portable = {"portable", product<Portable>, quantise, activate, add_scaled, read, peak};
+const Isa isa_portable = {"portable", product<Portable>, quantise, activate, add_scaled, read, peak, dot, rms_norm_row, attend};
 
 }  // namespace edgexpert

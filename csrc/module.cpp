@@ -7,6 +7,7 @@
 
 #include "isa.h"
 #include "pool.h"
+#include "select.h"
 
 namespace nb = nanobind;
 using namespace edgexpert;
@@ -77,6 +78,47 @@ NB_MODULE(_native, m) {
         experts(up, down, at<const float>(x), tokens, pairs_of(loaded_experts, ids, offsets, pair_tokens),
                 selection_of(loaded, compute), at<const float>(up_bias), at<const float>(down_bias),
                 static_cast<Activation>(activation), gated, at<const float>(weights), at<float>(out));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "rms_norm",
+      [](Address x, Address weight, Address out, std::int64_t rows, std::int64_t n, float eps) {
+        rms_norm(at<const float>(x), at<const float>(weight), at<float>(out), rows, n, eps);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "float_linear",
+      [](Address x, Address weight, Address out, std::int64_t rows, std::int64_t n, std::int64_t outputs) {
+        float_linear(at<const float>(x), at<const float>(weight), at<float>(out), rows, n, outputs);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "attention",
+      [](Address query, std::int64_t query_head, std::int64_t query_token, Address key, std::int64_t key_head,
+         std::int64_t key_token, Address value, std::int64_t value_head, std::int64_t value_token, Address mask, Address out,
+         std::int64_t heads, std::int64_t kv_heads, std::int64_t tokens, std::int64_t keys, std::int64_t dim,
+         std::int64_t value_dim, float scale) {
+        attention({at<const float>(query), at<const float>(key), at<const float>(value), query_head, query_token, key_head,
+                   key_token, value_head, value_token, at<const bool>(mask), at<float>(out), heads, kv_heads, tokens, keys, dim,
+                   value_dim, scale});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "needed_channels",
+      [](Address activations, Address weights, Address offsets, std::int64_t tokens, std::int64_t channels, double share,
+         Address mask) {
+        needed_channels(at<const float>(activations), at<const float>(weights), at<const std::int64_t>(offsets), tokens, channels,
+                        share, at<bool>(mask));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "salient_channels",
+      [](Address activations, Address weights, Address mask, Address pair_expert, Address pair_depth, std::int64_t pairs,
+         std::int64_t channels, float selection_ratio, std::int64_t experts, Address loaded) {
+        salient_channels(at<const float>(activations), at<const float>(weights), at<const bool>(mask),
+                         at<const std::int64_t>(pair_expert), at<const std::int64_t>(pair_depth), pairs, channels,
+                         selection_ratio, experts, at<bool>(loaded));
       },
       nb::call_guard<nb::gil_scoped_release>());
 
