@@ -88,8 +88,10 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     try:
         config = AutoConfig.from_pretrained(source)
         if folder is not None and is_pack(folder):
-            model = load_pack(folder)
-        elif folder is not None and is_packed(folder):
+            if torch.device(device).type != "cpu":
+                raise UserError(f"the packed checkpoint {name} runs on the CPU; use --device cpu, or the original checkpoint")
+            return LoadedModel(load_pack(folder), _load_tokenizer(source, name), name, folder)
+        if folder is not None and is_packed(folder):
             model = load_packed(folder, config, DTYPES[dtype])
         else:
             _check_weights(folder)

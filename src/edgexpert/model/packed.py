@@ -61,15 +61,19 @@ def load_pack(folder: Path) -> PreTrainedModel:
 
 
 def _matrix(stored: StoredMatrix) -> PackedMatrix:
-    group = stored.group or 0
+    group = _group(stored.values, stored.scales)
     return PackedMatrix(stored.values, stored.scales, stored.zeros, stored.channels, stored.outputs, stored.bits, group)
+
+
+def _group(values: Tensor, scales: Tensor | None) -> int:
+    return 4 if scales is None else values.shape[-2] // scales.shape[-2]
 
 
 def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWeights:
     module, matrices = block.experts, pack.layer(layout)
     biases = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
     gate_up, down = (
-        PackedExperts(m.values, m.scales, m.zeros, m.values.shape[1], m.outputs, m.bits, m.values.shape[1] // m.scales.shape[1])
+        PackedExperts(m.values, m.scales, m.zeros, m.values.shape[1], m.outputs, m.bits, _group(m.values, m.scales))
         for m in (matrices["gate_up"], matrices["down"])
     )
     return PackedExpertWeights(gate_up, down, *biases, _activation(module, layout), layout.gate)
