@@ -49,7 +49,7 @@ class Conversation:
         """One turn, printed as it is produced. Ctrl-C ends the answer and keeps what there is."""
         self.messages.append({"role": "user", "content": text})
         try:
-            stream = self.engine.stream(self.prompt, self.params, self.shape)
+            stream = self.engine.stream(self.prompt, self.params, self.shape, reuse_cache=True)
         except UserError as error:
             self.messages.pop()
             raise UserError(f"{error} (/reset starts over)") from None
