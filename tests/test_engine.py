@@ -54,7 +54,7 @@ def test_greedy_text_is_that_of_transformers_for_every_draft_and_tree_size(model
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
 def test_a_second_turn_from_the_cache_has_the_text_of_a_fresh_run(family: str) -> None:
     engine = make_engine(make_model(family))
-    options = dict(max_new_tokens=12, ignore_eos=True)
+    options = dict(max_new_tokens=12, ignore_eos=True, tree=TreeShape(size=8))
     first = engine.encode(PROMPT)
     answer = engine.generate(first, **options).token_ids
     second = [*first, *answer, *engine.encode(" and the crow")]
