@@ -54,6 +54,21 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(corpus: Path
     assert last[0]["held_out/one"] == last[1]["held_out/one"]
 
 
+def test_held_out_windows_have_one_length_in_all_phases(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def spy(model: torch.nn.Module, stream: np.ndarray, length: int) -> float:
+        lengths.append(length)
+        return 0.0
+
+    monkeypatch.setattr("edgexpert.training.model.held_out_loss", spy)
+    train_model(TINY, corpus, tmp_path / "run", compile=False, stop_at=2)  # in the phase of 16 tokens
+    train_model(TINY, corpus, tmp_path / "run", compile=False)
+    assert lengths == [32] * 4, "two domains, twice"
+
+
 def test_a_dense_twin_trains_by_the_same_recipe(corpus: Path, tmp_path: Path) -> None:
     dense = replace(TINY, config={**TINY.config, "mlp_only_layers": [0, 1]})
     train_model(dense, corpus, tmp_path / "dense", compile=False)

@@ -60,6 +60,11 @@ class Recipe:
     def steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequences; held-out windows have it throughout, so that their losses compare."""
+        return max(phase.length for phase in self.phases)
+
     def phase_at(self, step: int) -> Phase:
         for phase in self.phases:
             if step < phase.steps:
@@ -249,7 +254,7 @@ def train_model(
                       "gradient": float(norm), "seconds": state.seconds}
             if state.step % 500 == 0 or state.step == last:
                 for name, stream in held_out.items():
-                    record[f"held_out/{name}"] = held_out_loss(model, stream, phase.length)
+                    record[f"held_out/{name}"] = held_out_loss(model, stream, recipe.longest)
             if state.step % 10 == 0 or len(record) > 6:
                 state.history.append(record)
             if state.step % checkpoint_every == 0 or state.step == last:
