@@ -33,13 +33,16 @@ def chat(run: Run, checkpoint: Path, *lines: str) -> str:
 
 
 def test_without_a_template_the_text_grows(run: Run, tiny_checkpoint: Path, prompts: list[Prompt]) -> None:
-    said = chat(run, tiny_checkpoint, "a fox", "a crow", "/quit", "never read")
+    said = chat(run, tiny_checkpoint, "a fox", "a crow", "/stats", "/quit", "never read")
     assert "has no chat template" in said
     assert "> " not in said, "prompts are for people at a terminal"
     assert len(prompts) == 2
     assert prompts[0] == "a fox"
-    assert prompts[1].startswith("a fox\n")
-    assert prompts[1].endswith("\na crow")
+    answer = prompts[1].removeprefix("a fox").removesuffix("\na crow")
+    assert len(answer) == 4
+    assert answer in said
+    # all tokens of the first turn but the last, which is run again
+    assert said.split("prompt tokens from the cache")[1].split()[0] == str(len("a fox") + len(answer) - 1)
 
 
 def test_with_a_template_the_history_is_messages(

@@ -43,13 +43,16 @@ class Conversation:
 
     @property
     def prompt(self) -> Prompt:
-        return self.messages if self.has_template else "\n".join(message["content"] for message in self.messages)
+        if self.has_template:
+            return self.messages
+        # an answer goes straight on from what was said, as the model produced it
+        return "".join("\n" * (i > 0 and m["role"] == "user") + m["content"] for i, m in enumerate(self.messages))
 
     def answer(self, text: str) -> None:
         """One turn, printed as it is produced. Ctrl-C ends the answer and keeps what there is."""
         self.messages.append({"role": "user", "content": text})
         try:
-            stream = self.engine.stream(self.prompt, self.params, self.shape)
+            stream = self.engine.stream(self.prompt, self.params, self.shape, reuse_cache=True)
         except UserError as error:
             self.messages.pop()
             raise UserError(f"{error} (/reset starts over)") from None

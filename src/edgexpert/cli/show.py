@@ -99,6 +99,8 @@ def print_generation(generation: Generation) -> None:
     plain_prefill = generation.expert_bytes_exact_prefill / max(1, new)
     rows = table("", "this run", "plain decoding")
     rows.add_row("prompt tokens", str(generation.prompt_tokens), "")
+    if generation.prompt_tokens_cached:
+        rows.add_row("prompt tokens from the cache", str(generation.prompt_tokens_cached), "")
     rows.add_row("new tokens", str(new), "")
     rows.add_row("time to first token", readable_seconds(timing.ttft_s), "")
     rows.add_row("time per output token", readable_seconds(timing.tpot_s), "")

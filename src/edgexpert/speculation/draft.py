@@ -41,8 +41,9 @@ class TreeShape:
 class Draft(Protocol):
     """Proposes candidate tokens.
 
-    The engine calls `reset` once per text, then alternately `observe` (the tokens that entered the target's cache, each
-    with its fused features) and `propose` (for the token that was sampled last and is not in the cache yet).
+    For each text the engine first calls `reset`, or `crop` where it begins like the last one, then alternately
+    `observe` (the tokens that entered the target's cache, each with its fused features) and `propose` (for the token that was
+    sampled last and is not in the cache yet).
     """
 
     name: str
@@ -56,6 +57,9 @@ class Draft(Protocol):
 
     def reset(self) -> None:
         """Forgets the text."""
+
+    def crop(self, length: int) -> None:
+        """Forgets the text but for its first ``length`` tokens. The token behind them will be the same one again."""
 
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n], with target features [n, len(fused_layers) * H] (None without layers)."""

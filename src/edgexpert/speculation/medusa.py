@@ -75,6 +75,10 @@ class MedusaDraft:
         """Forgets the text."""
         self._state: Tensor | None = None  # of the token before the root, [1, H]
 
+    def crop(self, length: int) -> None:
+        """Forgets the text: only its last state matters, and that is to come."""
+        self.reset()
+
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n], with target features [n, H]."""
         assert features is not None

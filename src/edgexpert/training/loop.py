@@ -33,7 +33,7 @@ class DraftRecipe:
         num_attention_heads, num_key_value_heads: None for as many as the target's attention heads.
     """
 
-    steps: int
+    steps: int = 2000
     ttt: int = 7
     learning_rate: float = 1e-3
     warmup: int = 100

@@ -33,8 +33,6 @@ class Phase:
 
     Attributes:
         balance: weight of the load-balancing loss.
-        locality: weight of the locality loss.
-        routers_only: train the routers and leave everything else as it is.
         peak: a phase with a peak begins a new warm-up and cosine of the learning rate, which lasts until the next such phase.
     """
 
@@ -42,8 +40,6 @@ class Phase:
     shares: Mapping[str, float]
     length: int
     balance: float = 0.004
-    locality: float = 0.0
-    routers_only: bool = False
     peak: float | None = None
 
 
@@ -66,7 +62,7 @@ class Recipe:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequences, on which held-out losses are taken throughout."""
+        """Tokens of the longest sequences; held-out windows have it throughout, so that their losses compare."""
         return max(phase.length for phase in self.phases)
 
     def phase_at(self, step: int) -> Phase:
@@ -108,8 +104,6 @@ STORIES = Recipe(
         Phase(700, {"simple": 0.75, "tales": 0.15, "books": 0.1}, 1024),
         # Trained on with a weaker balance, so that one text may keep to fewer experts, as in models of many domains.
         Phase(400, {"simple": 0.65, "tales": 0.2, "books": 0.15}, 1024, balance=0.0005, peak=1e-3),
-        # So that the first choices of one text share experts: in a model of many domains they do by themselves.
-        Phase(75, {"simple": 0.65, "tales": 0.2, "books": 0.15}, 512, balance=0.0005, locality=1.0, routers_only=True, peak=3e-3),
     ],
 )
 DENSE = replace(
@@ -151,25 +145,6 @@ def balance_loss(router_logits: Sequence[Tensor], top_k: int) -> Tensor:
         experts = probabilities.shape[-1]
         chosen = torch.zeros_like(probabilities).scatter_(1, probabilities.topk(top_k, dim=-1).indices, 1.0)
         losses.append(experts / top_k * (chosen.mean(0) * probabilities.mean(0)).sum())
-    return torch.stack(losses).mean()
-
-
-def locality_loss(router_logits: Sequence[Tensor], first: int, sequences: int) -> Tensor:
-    """The probability that tokens give to first choices that are rare in their own sequence, the mean over layers.
-
-    Only the ``first`` best experts of a token count. An expert's load in a sequence is 1 for an even share of those choices; its
-    probability weighs e^-load. So the first choices of a text come to keep to some of the experts, which is what prompt-wise
-    expert reuse lives on.
-    """
-    if not router_logits:
-        return torch.zeros(())
-    losses = []
-    for logits in router_logits:
-        probabilities = logits.float().softmax(-1).unflatten(0, (sequences, -1))  # [B, S, E]
-        with torch.no_grad():
-            chosen = torch.zeros_like(probabilities).scatter_(2, probabilities.topk(first, dim=-1).indices, 1.0)
-            load = chosen.mean(1, keepdim=True) * probabilities.shape[-1] / first  # [B, 1, E]
-        losses.append((probabilities * chosen * (-load).exp()).sum(-1).mean())
     return torch.stack(losses).mean()
 
 
@@ -264,11 +239,10 @@ def train_model(
 
     routed = len(config.mlp_only_layers) < config.num_hidden_layers
 
-    def losses(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def losses(ids: Tensor) -> tuple[Tensor, Tensor]:
         outputs = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=routed)
         entropy = F.cross_entropy(outputs.logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        logits, top_k = outputs.router_logits or (), config.num_experts_per_tok
-        return entropy, balance_loss(logits, top_k), locality_loss(logits, top_k // 2, len(ids))
+        return entropy, balance_loss(outputs.router_logits or (), config.num_experts_per_tok)
 
     last = min(recipe.steps, stop_at or recipe.steps)
     with Progress(
@@ -283,23 +257,21 @@ def train_model(
                 group["lr"] = rate
             sequences = recipe.tokens_per_step // phase.length
             ids = mixture.batch(state.step, recipe.seed, phase.shares, sequences, phase.length)
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_(not phase.routers_only or name.endswith(".mlp.gate.weight"))
             with torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16()):
-                entropy, balance, locality = losses(ids)
-                loss = entropy + phase.balance * balance + phase.locality * locality
+                entropy, balance = losses(ids)
+                loss = entropy + phase.balance * balance
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             state.step += 1
             state.seconds += time.perf_counter() - began
-            record = {"step": state.step, "loss": entropy.item(), "balance": balance.item(), "locality": locality.item(),
-                      "rate": rate, "gradient": float(norm), "seconds": state.seconds}
+            record = {"step": state.step, "loss": entropy.item(), "balance": balance.item(), "rate": rate,
+                      "gradient": float(norm), "seconds": state.seconds}
             if state.step % 500 == 0 or state.step == last:
                 for name, stream in held_out.items():
                     record[f"held_out/{name}"] = held_out_loss(model, stream, recipe.longest)
-            if state.step % 10 == 0 or len(record) > 7:
+            if state.step % 10 == 0 or len(record) > 6:
                 state.history.append(record)
             if state.step % checkpoint_every == 0 or state.step == last:
                 save()
