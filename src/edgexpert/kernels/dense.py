@@ -53,7 +53,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
         out = F.scaled_dot_product_attention(query[None], key[None], value[None], mask, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1 and query.dtype == key.dtype == value.dtype == torch.float32
-    assert mask is None or mask.is_contiguous()
+    assert mask is None or (mask.dtype == torch.bool and mask.is_contiguous())
     out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
     arrays = [number for x in (query, key, value) for number in (x.data_ptr(), *x.stride()[:2])]
     sizes = (len(query), len(key), query.shape[1], key.shape[1], query.shape[2], value.shape[2])

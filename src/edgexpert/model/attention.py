@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.modules import ATTENTION
 from edgexpert.stage import Stage
 
 
@@ -37,8 +38,8 @@ def stage_mask(stage: Stage, model: PreTrainedModel, device: torch.device) -> Te
 
 
 def _as_attention_wants(mask: Tensor, model: PreTrainedModel) -> Tensor:
-    """SDPA takes booleans; eager attention adds the mask to its scores."""
-    if model.config._attn_implementation == "sdpa":
+    """SDPA and our own take booleans; eager attention adds the mask to its scores."""
+    if model.config._attn_implementation in ("sdpa", ATTENTION):
         return mask[None, None]
     scores = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
     return scores[None, None]

@@ -18,6 +18,7 @@ from edgexpert.packing.format import LayerLayout
 from edgexpert.packing.matrix import PackedMatrix as StoredMatrix
 from edgexpert.packing.reading import Pack
 
+
 def load_pack(folder: Path) -> PreTrainedModel:
     """The model of a packed checkpoint; experts and linear layers stay in the mapped file.
 
