@@ -33,14 +33,18 @@ struct Avx2 {
   static F low_half(__m256i h) { return _mm256_cvtph_ps(_mm256_castsi256_si128(h)); }
   static F high_half(__m256i h) { return _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)); }
 
-  // Bytes of four rows, interleaved: out[k] has the quads of bytes 4k..4k+3 of each 128-bit lane.
-  static void interleave(__m256i a, __m256i b, __m256i c, __m256i d, __m256i* out) {
+  // Interleaves the bytes of four rows; use(k, v) gets the quads of bytes 4k..4k+3 of each 128-bit lane. One vector at a time,
+  // so that they need not all stay in registers.
+  template <class Use>
+  static __attribute__((always_inline)) void interleave(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
+    const __m256i a = bytes(rows[0] + offset), b = bytes(rows[1] + offset);
+    const __m256i c = bytes(rows[2] + offset), d = bytes(rows[3] + offset);
     const __m256i ab = _mm256_unpacklo_epi8(a, b), cd = _mm256_unpacklo_epi8(c, d);
     const __m256i AB = _mm256_unpackhi_epi8(a, b), CD = _mm256_unpackhi_epi8(c, d);
-    out[0] = _mm256_unpacklo_epi16(ab, cd);
-    out[1] = _mm256_unpackhi_epi16(ab, cd);
-    out[2] = _mm256_unpacklo_epi16(AB, CD);
-    out[3] = _mm256_unpackhi_epi16(AB, CD);
+    use(0, _mm256_unpacklo_epi16(ab, cd));
+    use(1, _mm256_unpackhi_epi16(ab, cd));
+    use(2, _mm256_unpacklo_epi16(AB, CD));
+    use(3, _mm256_unpackhi_epi16(AB, CD));
   }
 
   // Lane l of a row has outputs 32l..32l+31; vector 2k has the even and 2k+1 the odd of outputs 8k..8k+7 of each lane.
@@ -52,14 +56,13 @@ struct Avx2 {
     using F = __m256;
     static constexpr int bits = 4, vectors = 8, unit = 64, unit_bytes = 32, zero = 8, steps = 8, rows = 4, columns = 2;
 
-    static void unpack(const std::uint8_t* const* rows, std::int64_t offset, W* out) {
-      __m256i quads[4];
-      interleave(bytes(rows[0] + offset), bytes(rows[1] + offset), bytes(rows[2] + offset), bytes(rows[3] + offset), quads);
+    template <class Use>
+    static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
       const __m256i nibble = _mm256_set1_epi8(15);
-      for (int k = 0; k < 4; ++k) {
-        out[2 * k] = _mm256_and_si256(quads[k], nibble);
-        out[2 * k + 1] = _mm256_and_si256(_mm256_srli_epi16(quads[k], 4), nibble);
-      }
+      interleave(rows, offset, [&](int k, __m256i quads) __attribute__((always_inline)) {
+        use(2 * k, _mm256_and_si256(quads, nibble));
+        use(2 * k + 1, _mm256_and_si256(_mm256_srli_epi16(quads, 4), nibble));
+      });
     }
     static void scales(const std::uint16_t* s, F* out) {
       const __m256i split = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
@@ -97,8 +100,9 @@ struct Avx2 {
     using F = __m256;
     static constexpr int bits = 8, vectors = 4, unit = 32, unit_bytes = 32, zero = 0, steps = 1 << 20, rows = 4, columns = 2;
 
-    static void unpack(const std::uint8_t* const* rows, std::int64_t offset, W* out) {
-      interleave(bytes(rows[0] + offset), bytes(rows[1] + offset), bytes(rows[2] + offset), bytes(rows[3] + offset), out);
+    template <class Use>
+    static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
+      interleave(rows, offset, use);
     }
     static void scales(const std::uint16_t* s, F* out) {
       const __m256i lane0 = bytes(s), lane1 = bytes(s + 16);
