@@ -29,6 +29,12 @@ struct Avx2 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
   }
 
+  // Left free, gcc computes many products before it adds the first, and spills them.
+  static __m256i in_order(__m256i sum) {
+    asm volatile("" : "+x"(sum));
+    return sum;
+  }
+
   static __m256i bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static F low_half(__m256i h) { return _mm256_cvtph_ps(_mm256_castsi256_si128(h)); }
   static F high_half(__m256i h) { return _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)); }
@@ -78,7 +84,7 @@ struct Avx2 {
       }
     }
     static A none() { return _mm256_setzero_si256(); }
-    static A step(A a, W w, __m256i x) { return _mm256_add_epi16(a, _mm256_maddubs_epi16(w, x)); }
+    static A step(A a, W w, __m256i x) { return in_order(_mm256_add_epi16(a, _mm256_maddubs_epi16(w, x))); }
     static I fold(I total, A a) { return _mm256_add_epi32(total, _mm256_madd_epi16(a, _mm256_set1_epi16(1))); }
     static I first(W w) { return w; }
     static void store(const float* sums, float* out) {
@@ -116,7 +122,7 @@ struct Avx2 {
     // The first factor must be unsigned: the sign of the weight goes to the activation. 2 * 127 * 127 fits in 16 bits.
     static A step(A a, W w, __m256i x) {
       const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-      return _mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+      return in_order(_mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
     }
     static I fold(I total, A a) { return _mm256_add_epi32(total, a); }
     static I first(W w) { return w; }
@@ -147,7 +153,7 @@ std::int64_t peak(std::int64_t rounds) {
     for (int step = 0; step < 8; ++step) {
 #pragma GCC unroll 8
       for (int k = 0; k < 8; ++k) {
-        asm volatile("" : "+x"(w));  // or the compiler computes one product for all
+        w = Avx2::in_order(w);  // or the compiler computes one product for all
         sum[k] = Avx2::Four::step(sum[k], w, x);
       }
     }

@@ -35,6 +35,14 @@ struct Avx512 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
 
+  // See isa_avx2.cpp.
+  static __m512i in_order(__m512i sum) {
+#ifndef EDGEXPERT_EMULATE_AVX512
+    asm volatile("" : "+v"(sum));
+#endif
+    return sum;
+  }
+
   static __m512i bytes(const void* p) { return _mm512_loadu_si512(p); }
 #ifdef EDGEXPERT_EMULATE_AVX512  // SIMDe has no 512-bit conversion from float16
   static F float16(__m256i h) {
@@ -83,7 +91,7 @@ struct Avx512 {
     using F = __m512;
     static constexpr int steps = 1 << 20, rows = 4, columns = 4, unit_bytes = 64;
     static A none() { return _mm512_setzero_si512(); }
-    static A step(A a, W w, __m512i x) { return _mm512_dpbusd_epi32(a, w, x); }
+    static A step(A a, W w, __m512i x) { return in_order(_mm512_dpbusd_epi32(a, w, x)); }
     static I fold(I total, A a) { return _mm512_add_epi32(total, a); }
     static I first(W w) { return w; }
   };
@@ -157,9 +165,7 @@ std::int64_t peak(std::int64_t rounds) {
   for (std::int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 16
     for (int k = 0; k < 16; ++k) {
-#ifndef EDGEXPERT_EMULATE_AVX512
-      asm volatile("" : "+v"(w));  // or the compiler computes one product for all
-#endif
+      w = Avx512::in_order(w);  // or the compiler computes one product for all
       sum[k] = Avx512::Sums::step(sum[k], w, x);
     }
   }
