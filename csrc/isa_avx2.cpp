@@ -30,18 +30,28 @@ struct Avx2 {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
   }
 
+  // Left free, gcc computes many products before it adds the first, and spills them.
+  static __m256i in_order(__m256i sum) {
+    asm volatile("" : "+x"(sum));
+    return sum;
+  }
+
   static __m256i bytes(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
   static F low_half(__m256i h) { return _mm256_cvtph_ps(_mm256_castsi256_si128(h)); }
   static F high_half(__m256i h) { return _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)); }
 
-  // Bytes of four rows, interleaved: out[k] has the quads of bytes 4k..4k+3 of each 128-bit lane.
-  static void interleave(__m256i a, __m256i b, __m256i c, __m256i d, __m256i* out) {
+  // Interleaves the bytes of four rows; use(k, v) gets the quads of bytes 4k..4k+3 of each 128-bit lane. One vector at a time,
+  // so that they need not all stay in registers.
+  template <class Use>
+  static __attribute__((always_inline)) void interleave(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
+    const __m256i a = bytes(rows[0] + offset), b = bytes(rows[1] + offset);
+    const __m256i c = bytes(rows[2] + offset), d = bytes(rows[3] + offset);
     const __m256i ab = _mm256_unpacklo_epi8(a, b), cd = _mm256_unpacklo_epi8(c, d);
     const __m256i AB = _mm256_unpackhi_epi8(a, b), CD = _mm256_unpackhi_epi8(c, d);
-    out[0] = _mm256_unpacklo_epi16(ab, cd);
-    out[1] = _mm256_unpackhi_epi16(ab, cd);
-    out[2] = _mm256_unpacklo_epi16(AB, CD);
-    out[3] = _mm256_unpackhi_epi16(AB, CD);
+    use(0, _mm256_unpacklo_epi16(ab, cd));
+    use(1, _mm256_unpackhi_epi16(ab, cd));
+    use(2, _mm256_unpacklo_epi16(AB, CD));
+    use(3, _mm256_unpackhi_epi16(AB, CD));
   }
 
   // Lane l of a row has outputs 32l..32l+31; vector 2k has the even and 2k+1 the odd of outputs 8k..8k+7 of each lane.
@@ -53,14 +63,13 @@ struct Avx2 {
     using F = __m256;
     static constexpr int bits = 4, vectors = 8, unit = 64, unit_bytes = 32, zero = 8, steps = 8, rows = 4, columns = 2;
 
-    static void unpack(const std::uint8_t* const* rows, std::int64_t offset, W* out) {
-      __m256i quads[4];
-      interleave(bytes(rows[0] + offset), bytes(rows[1] + offset), bytes(rows[2] + offset), bytes(rows[3] + offset), quads);
+    template <class Use>
+    static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
       const __m256i nibble = _mm256_set1_epi8(15);
-      for (int k = 0; k < 4; ++k) {
-        out[2 * k] = _mm256_and_si256(quads[k], nibble);
-        out[2 * k + 1] = _mm256_and_si256(_mm256_srli_epi16(quads[k], 4), nibble);
-      }
+      interleave(rows, offset, [&](int k, __m256i quads) __attribute__((always_inline)) {
+        use(2 * k, _mm256_and_si256(quads, nibble));
+        use(2 * k + 1, _mm256_and_si256(_mm256_srli_epi16(quads, 4), nibble));
+      });
     }
     static void scales(const std::uint16_t* s, F* out) {
       const __m256i split = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
@@ -76,7 +85,7 @@ struct Avx2 {
       }
     }
     static A none() { return _mm256_setzero_si256(); }
-    static A step(A a, W w, __m256i x) { return _mm256_add_epi16(a, _mm256_maddubs_epi16(w, x)); }
+    static A step(A a, W w, __m256i x) { return in_order(_mm256_add_epi16(a, _mm256_maddubs_epi16(w, x))); }
     static I fold(I total, A a) { return _mm256_add_epi32(total, _mm256_madd_epi16(a, _mm256_set1_epi16(1))); }
     static I first(W w) { return w; }
     static void store(const float* sums, float* out) {
@@ -98,8 +107,9 @@ struct Avx2 {
     using F = __m256;
     static constexpr int bits = 8, vectors = 4, unit = 32, unit_bytes = 32, zero = 0, steps = 1 << 20, rows = 4, columns = 2;
 
-    static void unpack(const std::uint8_t* const* rows, std::int64_t offset, W* out) {
-      interleave(bytes(rows[0] + offset), bytes(rows[1] + offset), bytes(rows[2] + offset), bytes(rows[3] + offset), out);
+    template <class Use>
+    static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
+      interleave(rows, offset, use);
     }
     static void scales(const std::uint16_t* s, F* out) {
       const __m256i lane0 = bytes(s), lane1 = bytes(s + 16);
@@ -113,7 +123,7 @@ struct Avx2 {
     // The first factor must be unsigned: the sign of the weight goes to the activation. 2 * 127 * 127 fits in 16 bits.
     static A step(A a, W w, __m256i x) {
       const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-      return _mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+      return in_order(_mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
     }
     static I fold(I total, A a) { return _mm256_add_epi32(total, a); }
     static I first(W w) { return w; }
@@ -144,7 +154,7 @@ std::int64_t peak(std::int64_t rounds) {
     for (int step = 0; step < 8; ++step) {
 #pragma GCC unroll 8
       for (int k = 0; k < 8; ++k) {
-        asm volatile("" : "+x"(w));  // or the compiler computes one product for all
+        w = Avx2::in_order(w);  // or the compiler computes one product for all
         sum[k] = Avx2::Four::step(sum[k], w, x);
       }
     }

@@ -36,6 +36,14 @@ struct Avx512 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
 
+  // See isa_avx2.cpp.
+  static __m512i in_order(__m512i sum) {
+#ifndef EDGEXPERT_EMULATE_AVX512
+    asm volatile("" : "+v"(sum));
+#endif
+    return sum;
+  }
+
   static __m512i bytes(const void* p) { return _mm512_loadu_si512(p); }
 #ifdef EDGEXPERT_EMULATE_AVX512  // SIMDe has no 512-bit conversion from float16
   static F float16(__m256i h) {
@@ -46,13 +54,16 @@ struct Avx512 {
   static F float16(__m256i h) { return _mm512_cvtph_ps(h); }
 #endif
 
-  static void interleave(__m512i a, __m512i b, __m512i c, __m512i d, __m512i* out) {
+  template <class Use>
+  static __attribute__((always_inline)) void interleave(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
+    const __m512i a = bytes(rows[0] + offset), b = bytes(rows[1] + offset);
+    const __m512i c = bytes(rows[2] + offset), d = bytes(rows[3] + offset);
     const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
     const __m512i AB = _mm512_unpackhi_epi8(a, b), CD = _mm512_unpackhi_epi8(c, d);
-    out[0] = _mm512_unpacklo_epi16(ab, cd);
-    out[1] = _mm512_unpackhi_epi16(ab, cd);
-    out[2] = _mm512_unpacklo_epi16(AB, CD);
-    out[3] = _mm512_unpackhi_epi16(AB, CD);
+    use(0, _mm512_unpacklo_epi16(ab, cd));
+    use(1, _mm512_unpackhi_epi16(ab, cd));
+    use(2, _mm512_unpacklo_epi16(AB, CD));
+    use(3, _mm512_unpackhi_epi16(AB, CD));
   }
 
   // The 64-bit element `k` of each of four 512-bit vectors, as 256 bits.
@@ -81,7 +92,7 @@ struct Avx512 {
     using F = __m512;
     static constexpr int steps = 1 << 20, rows = 4, columns = 4, unit_bytes = 64;
     static A none() { return _mm512_setzero_si512(); }
-    static A step(A a, W w, __m512i x) { return _mm512_dpbusd_epi32(a, w, x); }
+    static A step(A a, W w, __m512i x) { return in_order(_mm512_dpbusd_epi32(a, w, x)); }
     static I fold(I total, A a) { return _mm512_add_epi32(total, a); }
     static I first(W w) { return w; }
   };
@@ -90,14 +101,13 @@ struct Avx512 {
   struct Four : Sums {
     static constexpr int bits = 4, vectors = 8, unit = 128, zero = 8;
 
-    static void unpack(const std::uint8_t* const* rows, std::int64_t offset, W* out) {
-      __m512i quads[4];
-      interleave(bytes(rows[0] + offset), bytes(rows[1] + offset), bytes(rows[2] + offset), bytes(rows[3] + offset), quads);
+    template <class Use>
+    static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
       const __m512i nibble = _mm512_set1_epi8(15);
-      for (int k = 0; k < 4; ++k) {
-        out[2 * k] = _mm512_and_si512(quads[k], nibble);
-        out[2 * k + 1] = _mm512_and_si512(_mm512_srli_epi16(quads[k], 4), nibble);
-      }
+      interleave(rows, offset, [&](int k, __m512i quads) __attribute__((always_inline)) {
+        use(2 * k, _mm512_and_si512(quads, nibble));
+        use(2 * k + 1, _mm512_and_si512(_mm512_srli_epi16(quads, 4), nibble));
+      });
     }
     static void scales(const std::uint16_t* s, F* out) {
       const __m512i split = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
@@ -122,10 +132,10 @@ struct Avx512 {
   struct Eight : Sums {
     static constexpr int bits = 8, vectors = 4, unit = 64, zero = 128;
 
-    static void unpack(const std::uint8_t* const* rows, std::int64_t offset, W* out) {
+    template <class Use>
+    static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
       const __m512i sign = _mm512_set1_epi8(-128);
-      interleave(bytes(rows[0] + offset), bytes(rows[1] + offset), bytes(rows[2] + offset), bytes(rows[3] + offset), out);
-      for (int k = 0; k < 4; ++k) out[k] = _mm512_xor_si512(out[k], sign);
+      interleave(rows, offset, [&](int k, __m512i quads) __attribute__((always_inline)) { use(k, _mm512_xor_si512(quads, sign)); });
     }
     static void scales(const std::uint16_t* s, F* out) {
       __m512i lanes[4];
@@ -156,9 +166,7 @@ std::int64_t peak(std::int64_t rounds) {
   for (std::int64_t i = 0; i < rounds; ++i) {
 #pragma GCC unroll 16
     for (int k = 0; k < 16; ++k) {
-#ifndef EDGEXPERT_EMULATE_AVX512
-      asm volatile("" : "+v"(w));  // or the compiler computes one product for all
-#endif
+      w = Avx512::in_order(w);  // or the compiler computes one product for all
       sum[k] = Avx512::Sums::step(sum[k], w, x);
     }
   }

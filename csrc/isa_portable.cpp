@@ -74,18 +74,21 @@ struct Portable {
     static constexpr int bits = Bits, vectors = 1, unit = width, unit_bytes = width * Bits / 8, zero = Bits == 4 ? 8 : 0;
     static constexpr int steps = 1 << 20, rows = 2, columns = 1;
 
-    static void unpack(const std::uint8_t* const* rows, std::int64_t offset, W* out) {
+    template <class Use>
+    static void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
+      W w;
       for (int c = 0; c < 4; ++c) {
         const std::uint8_t* row = rows[c] + offset;
         if constexpr (Bits == 8) {
-          std::memcpy(out->v[c], row, width);
+          std::memcpy(w.v[c], row, width);
         } else {
           for (int i = 0; i < width / 2; ++i) {
-            out->v[c][2 * i] = static_cast<std::int8_t>(row[i] & 15);
-            out->v[c][2 * i + 1] = static_cast<std::int8_t>(row[i] >> 4);
+            w.v[c][2 * i] = static_cast<std::int8_t>(row[i] & 15);
+            w.v[c][2 * i + 1] = static_cast<std::int8_t>(row[i] >> 4);
           }
         }
       }
+      use(0, w);
     }
     static void scales(const std::uint16_t* s, F* out) { *out = float16(s); }
     static A none() { return integer(0); }

@@ -34,45 +34,38 @@ struct Prefetch {
   }
 };
 
-// R rows of activations times N vectors of outputs of one group, added to `accumulators`. `weights(q, w)` gives the N vectors
-// of quad q; x[r] has four activations a quad; offset[r][n] is what an integer sum starts from.
-template <class B, int R, int N, class Weights>
-inline __attribute__((always_inline)) void tile(Weights weights, std::int64_t quads, const std::int8_t* const* x,
-                                                const typename B::I (*offset)[N], const typename B::F* scales,
-                                                float* const* accumulators) {
+// R rows of activations times N vectors of outputs of one group, added to `accumulators`. `weights(q, use)` calls use(n, w) with
+// each of the N vectors of quad q; x[r] has four activations a quad; offset(r, n) is what an integer sum starts from.
+template <class B, int R, int N, class Weights, class Offset>
+inline __attribute__((always_inline)) void tile(Weights weights, std::int64_t quads, const std::int8_t* const* x, Offset offset,
+                                                const typename B::F* scales, float* const* accumulators) {
   using V = typename B::V;
+  typename B::A sum[R][N];
   typename B::I total[R][N];
-  const auto chunk = [&](std::int64_t first, std::int64_t count, bool fresh) __attribute__((always_inline)) {
-    typename B::A sum[R][N];
+  const auto add_quads = [&](std::int64_t first, std::int64_t last) __attribute__((always_inline)) {
     for (int r = 0; r < R; ++r)
       for (int n = 0; n < N; ++n) sum[r][n] = B::none();
-    const auto step = [&](std::int64_t q) __attribute__((always_inline)) {
-      typename B::W w[N];
-      weights(q, w);
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        const auto four = V::broadcast(x[r] + 4 * q);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; ++n) sum[r][n] = B::step(sum[r][n], w[n], four);
-      }
-    };
-    if (count == 8) {
-#pragma GCC unroll 8
-      for (int q = 0; q < 8; ++q) step(first + q);
-    } else {
-      for (std::int64_t q = 0; q < count; ++q) step(first + q);
+#pragma GCC unroll 1
+    for (std::int64_t q = first; q < last; ++q) {
+      decltype(V::broadcast(x[0])) four[R];
+      for (int r = 0; r < R; ++r) four[r] = V::broadcast(x[r] + 4 * q);
+      weights(q, [&](int n, typename B::W w) __attribute__((always_inline)) {
+        for (int r = 0; r < R; ++r) sum[r][n] = B::step(sum[r][n], w, four[r]);
+      });
     }
-    for (int r = 0; r < R; ++r)
-      for (int n = 0; n < N; ++n) total[r][n] = B::fold(fresh ? offset[r][n] : total[r][n], sum[r][n]);
   };
-  chunk(0, quads < B::steps ? quads : B::steps, true);
-  for (std::int64_t q = B::steps; q < quads; q += B::steps) chunk(q, smaller(quads - q, B::steps), false);
-#pragma GCC unroll 8
+  add_quads(0, smaller(quads, B::steps));
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
+    for (int n = 0; n < N; ++n) total[r][n] = B::fold(offset(r, n), sum[r][n]);
+  for (std::int64_t q = B::steps; q < quads; q += B::steps) {
+    add_quads(q, smaller(quads, q + B::steps));
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < N; ++n) total[r][n] = B::fold(total[r][n], sum[r][n]);
+  }
+  for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) {
-      float* sum = accumulators[r] + n * V::width;
-      V::store(sum, V::add(V::load(sum), V::multiply(V::floats(total[r][n]), scales[n])));
+      float* at = accumulators[r] + n * V::width;
+      V::store(at, V::add(V::load(at), V::multiply(V::floats(total[r][n]), scales[n])));
     }
 }
 
@@ -82,9 +75,7 @@ inline void zero_points(const std::uint8_t* zeros, typename B::I* out) {
   alignas(64) std::uint8_t row[B::unit_bytes], none[B::unit_bytes] = {};
   for (int i = 0; i < B::unit_bytes; ++i) row[i] = static_cast<std::uint8_t>(zeros[2 * i] | zeros[2 * i + 1] << 4);
   const std::uint8_t* rows[4] = {row, none, none, none};
-  typename B::W quad[B::vectors];
-  B::unpack(rows, 0, quad);
-  for (int n = 0; n < B::vectors; ++n) out[n] = B::first(quad[n]);
+  B::unpack(rows, 0, [&](int n, typename B::W w) { out[n] = B::first(w); });
 }
 
 template <class B>
@@ -176,8 +167,6 @@ struct Quantised {
       row = padded_rows;
       offset = 0;
     }
-    const auto unpack = [=](std::int64_t q, typename B::W* w) __attribute__((always_inline)) { B::unpack(row + 4 * q, offset, w); };
-
     typename B::F scales[B::vectors];
     B::scales(scale_row, scales);
     typename B::I zeros[B::vectors];
@@ -187,14 +176,16 @@ struct Quantised {
     if (rows == 1) {
       const std::int8_t* x = static_cast<const std::int8_t*>(p.x[r]) + first;
       const std::int32_t sum = -p.sums[r][g];
-      typename B::I offsets[1][B::vectors];
-      for (int n = 0; n < B::vectors; ++n)
-        offsets[0][n] = zero_row ? V::times(zeros[n], sum) : V::integer(B::zero * sum);
       float* accumulator = accumulators + at;
-      tile<B, 1, B::vectors>(unpack, quads, &x, offsets, scales, &accumulator);
+      const auto weights = [=](std::int64_t q, auto use) __attribute__((always_inline)) { B::unpack(row + 4 * q, offset, use); };
+      const auto start = [&](int, int n) __attribute__((always_inline)) {
+        return zero_row ? V::times(zeros[n], sum) : V::integer(B::zero * sum);
+      };
+      tile<B, 1, B::vectors>(weights, quads, &x, start, scales, &accumulator);
       return;
     }
-    for (std::int64_t q = 0; q < quads; ++q) unpack(q, unpacked + q * B::vectors);
+    for (std::int64_t q = 0; q < quads; ++q)
+      B::unpack(row + 4 * q, offset, [&](int n, typename B::W w) __attribute__((always_inline)) { unpacked[q * B::vectors + n] = w; });
     std::int64_t i = 0;
     for (; i + B::rows <= rows; i += B::rows) tiles<B::rows>(g, r + i, i, first, quads, zero_row ? zeros : nullptr, scales, at, stride);
     for (; i < rows; ++i) tiles<1>(g, r + i, i, first, quads, zero_row ? zeros : nullptr, scales, at, stride);
@@ -206,22 +197,22 @@ struct Quantised {
     constexpr int N = R == 1 ? B::vectors : B::columns;
     const std::int8_t* x[R];
     float* sums[R];
+    std::int32_t start[R];
     for (int k = 0; k < R; ++k) {
       x[k] = static_cast<const std::int8_t*>(p.x[r + k]) + first;
       sums[k] = accumulators + (i + k) * stride + at;
+      start[k] = zeros ? -p.sums[r + k][g] : -B::zero * p.sums[r + k][g];
     }
 #pragma GCC unroll 1
     for (int n = 0; n < B::vectors; n += N) {
-      typename B::I offsets[R][N];
-      for (int k = 0; k < R; ++k)
-        for (int m = 0; m < N; ++m)
-          offsets[k][m] = zeros ? V::times(zeros[n + m], -p.sums[r + k][g]) : V::integer(-B::zero * p.sums[r + k][g]);
       const typename B::W* from = unpacked + n;
-      tile<B, R, N>(
-          [&](std::int64_t q, typename B::W* w) __attribute__((always_inline)) {
-            for (int m = 0; m < N; ++m) w[m] = from[q * B::vectors + m];
-          },
-          quads, x, offsets, scales + n, sums);
+      const auto weights = [=](std::int64_t q, auto use) __attribute__((always_inline)) {
+        for (int m = 0; m < N; ++m) use(m, from[q * B::vectors + m]);
+      };
+      const auto offset = [&](int k, int m) __attribute__((always_inline)) {
+        return zeros ? V::times(zeros[n + m], start[k]) : V::integer(start[k]);
+      };
+      tile<B, R, N>(weights, quads, x, offset, scales + n, sums);
       for (int k = 0; k < R; ++k) sums[k] += N * V::width;
     }
   }

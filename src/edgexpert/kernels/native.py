@@ -106,9 +106,9 @@ def _address(tensor: Tensor | None, kind: torch.dtype) -> int:
     return tensor.data_ptr()
 
 
-def _pairs(pairs: Pairs) -> tuple[int, int, int, int]:
+def _pairs(pairs: Pairs) -> tuple[int, ...]:
     """The native arguments of pairs, made once: a layer's pairs serve gate/up and down."""
-    bound: tuple[int, int, int, int] | None = pairs.__dict__.get("_native")
+    bound: tuple[int, ...] | None = pairs.__dict__.get("_native")
     if bound is None:
         bound = (len(pairs.experts), *(_address(t, torch.int64) for t in (pairs.experts, pairs.offsets, pairs.tokens)))
         pairs.__dict__["_native"] = bound

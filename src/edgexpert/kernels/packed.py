@@ -136,7 +136,7 @@ def dequantise(matrix: PackedMatrix) -> Tensor:
 
 
 def _integers(matrix: PackedMatrix) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Values [.., C, Np], scales and zero points [.., C / group, Np] as float32; 16-bit values are the weights, without scales."""
+    """Values [.., C, Np], scales and zero points [.., C / group, Np] as float32; 16-bit values are the weights themselves."""
     values = matrix.values
     if matrix.scales is None:
         return values.float(), None, torch.zeros(())
