@@ -32,7 +32,7 @@ def convert(source: Source, destination: Path, options: Options, advance: Advanc
         UserError: the source lacks a tensor, the destination exists, or the disk is full.
     """
     layout = plan_layout(source, options)
-    writer = Writer(destination, layout, request_of(source, options))
+    writer = Writer(destination, layout, source, request_of(source, options))
     names = [*layout.linears, *layout.floats, *layout.experts]
     sizes = {name: bytes_of(layout, name) for name in names}
     total = sum(sizes.values())

@@ -29,24 +29,29 @@ LEVELS = (8.0, 8.5, 7.5, 9.0, 7.0)
 gives back exactly what Q4_0 stored."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """A matrix [C, N] in packed form; see the module for the layout."""
+    """A matrix of ``channels`` inputs and ``outputs`` outputs in packed form; see the module for the layout.
+
+    Attributes:
+        group: channels that share a row of scales.
+    """
 
     values: Tensor
     scales: Tensor | None
     zeros: Tensor | None
+    channels: int
+    outputs: int
     bits: int
-    outputs: int  # N, without padding
+    group: int
 
-    @property
-    def channels(self) -> int:
-        return self.values.shape[0]
 
-    @property
-    def group(self) -> int | None:
-        """Channels that share a row of scales."""
-        return None if self.scales is None else self.channels // self.scales.shape[0]
+class PackedExperts(PackedMatrix):
+    """The matrices of a layer's experts: the tensors of `PackedMatrix` with a leading dimension [E]."""
+
+    def __getitem__(self, expert: int) -> PackedMatrix:
+        scales, zeros = (None if part is None else part[expert] for part in (self.scales, self.zeros))
+        return PackedMatrix(self.values[expert], scales, zeros, self.channels, self.outputs, self.bits, self.group)
 
 
 def padded(outputs: int) -> int:
@@ -61,11 +66,13 @@ def quantise(weight: Tensor, bits: int, group: int, zero_point: bool = False) ->
     """
     channels, outputs = weight.shape
     if bits == 16:
-        values = torch.zeros(channels, padded(outputs), dtype=torch.bfloat16)
-        values[:, :outputs] = weight
-        return PackedMatrix(values, None, None, 16, outputs)
+        rows = torch.zeros(channels, padded(outputs), dtype=torch.bfloat16)
+        rows[:, :outputs] = weight
+        return PackedMatrix(rows, None, None, channels, outputs, bits, group)
     assert channels % group == 0, "checked before anything is read"
-    values, scales, zeros = [], [], []
+    values: list[Tensor] = []
+    scales: list[Tensor] = []
+    zeros: list[Tensor] = []
     for columns in weight.split(OUTPUTS_AT_ONCE, dim=1):
         block = torch.zeros(channels, padded(columns.shape[1]))
         block[:, : columns.shape[1]] = columns
@@ -74,7 +81,8 @@ def quantise(weight: Tensor, bits: int, group: int, zero_point: bool = False) ->
         scales.append(scale)
         if zero is not None:
             zeros.append(zero)
-    return PackedMatrix(torch.cat(values, 1), torch.cat(scales, 1), torch.cat(zeros, 1) if zeros else None, bits, outputs)
+    joined = torch.cat(zeros, 1) if zeros else None
+    return PackedMatrix(torch.cat(values, 1), torch.cat(scales, 1), joined, channels, outputs, bits, group)
 
 
 def choose_scales(weight: Tensor, bits: int, group: int, zero_point: bool) -> tuple[Tensor, Tensor | None]:
@@ -128,6 +136,17 @@ def encode(codes: Tensor, bits: int) -> Tensor:
     return codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
 
 
+def pack_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> PackedMatrix:
+    """A packed matrix of codes [C, N] with scales, and zero points, [C / group, N]."""
+    channels, outputs = codes.shape
+    more = (0, padded(outputs) - outputs)
+    pad = torch.nn.functional.pad
+    return PackedMatrix(
+        encode(pad(codes, more, value=SYMMETRIC_ZERO if bits == 4 else 0), bits).contiguous(),
+        pad(scales, more), None if zeros is None else pad(zeros, more), channels, outputs, bits, channels // len(scales),
+    )
+
+
 def decode(matrix: PackedMatrix) -> Tensor:
     """Codes [C, N] of a packed matrix: uint8 from 0 to 15, int8, or the bfloat16 weights."""
     values = matrix.values
@@ -141,8 +160,7 @@ def dequantise(matrix: PackedMatrix) -> Tensor:
     codes = decode(matrix).float()
     if matrix.scales is None:
         return codes
-    group, outputs = matrix.group or 1, matrix.outputs
+    grouped = codes.unflatten(0, (-1, matrix.group))
     if matrix.bits == 4:
-        zeros = SYMMETRIC_ZERO if matrix.zeros is None else matrix.zeros[:, :outputs].float().repeat_interleave(group, 0)
-        codes = codes - zeros
-    return codes * matrix.scales[:, :outputs].float().repeat_interleave(group, 0)
+        grouped = grouped - (SYMMETRIC_ZERO if matrix.zeros is None else matrix.zeros[:, None, : matrix.outputs].float())
+    return (grouped * matrix.scales[:, None, : matrix.outputs].float()).flatten(0, 1)

@@ -45,6 +45,7 @@ class HuggingFaceSource(Source):
         self._files = checkpoint_files(folder)
         self.origin = {"kind": self.kind, "name": name}
         self.fingerprint = [file_fingerprint(folder / file) for file in sorted(set(self._files.values()))]
+        self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         self._tied = dict(self.model.all_tied_weights_keys or {})
         self._mapping = [
             entry for entry in get_model_conversion_mapping(self.model) if isinstance(entry, WeightRenaming | WeightConverter)
@@ -79,6 +80,13 @@ class HuggingFaceSource(Source):
             name = self._tied[name]
         if name not in self._keys:
             raise UserError(f"the checkpoint {self.folder} lacks the tensor {name}; download it again")
+        for pattern in {pattern for _, pattern in self._keys[name] if "*" in pattern}:
+            found = sum(pattern == other for _, other in self._keys[name])
+            expected = self._shapes[name][0]
+            if found != expected:
+                raise UserError(
+                    f"the checkpoint {self.folder} has {found} of the {expected} tensors {pattern} of {name}; download it again"
+                )
         return name, self._keys[name]
 
     def dtype(self, name: str) -> torch.dtype:
@@ -92,12 +100,19 @@ class HuggingFaceSource(Source):
         name, keys = self._made_from(name)
         self.dtype(name)
         if name not in self._converters:
-            return self.tensor(keys[0][0])
+            return self._checked(name, self.tensor(keys[0][0]))
         converter = deepcopy(self._converters[name])
         for key, pattern in keys:
             converter.add_tensor(name, key, pattern, partial(self.tensor, key))
         made = converter.convert(name, model=self.model, config=self.config)[name]
-        return made[0] if isinstance(made, list) else made
+        return self._checked(name, made[0] if isinstance(made, list) else made)
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.shape != self._shapes[name]:
+            raise UserError(
+                f"{name} has the shape {list(tensor.shape)} in {self.folder}, and its config.json says {list(self._shapes[name])}"
+            )
+        return tensor
 
     def tensor(self, key: str) -> Tensor:
         """A tensor under the checkpoint's own name."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from edgexpert.conversion.sources.gguf import GgufSource
 from edgexpert.conversion.sources.huggingface import HuggingFaceSource, download
 from edgexpert.conversion.sources.source import Source
 from edgexpert.errors import UserError
@@ -15,11 +16,14 @@ from edgexpert.packing.reading import is_pack
 
 
 def open_source(name: str) -> Source:
-    """The source that a folder or a Hub name stands for.
+    """The source that a GGUF file, a folder or a Hub name stands for.
 
     Raises:
         UserError: there is nothing there that can be converted.
     """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return GgufSource(path)
     resolved, folder = resolve(name)
     folder = folder or download(resolved)
     if is_pack(folder):
