@@ -100,7 +100,7 @@ def choose_scales(weight: Tensor, bits: int, group: int, zero_point: bool) -> tu
         scales = _least_error(grouped, torch.where(high > -low, high, low))
     if not scales.isfinite().all():
         raise UserError("a weight is not a finite number, or too large for a 16-bit scale; the checkpoint cannot be quantised")
-    return scales, zeros
+    return scales + 0.0, zeros  # so that zero has one sign
 
 
 def _least_error(grouped: Tensor, extreme: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def pack_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -
     more = (0, padded(outputs) - outputs)
     pad = torch.nn.functional.pad
     return PackedMatrix(
-        encode(pad(codes, more, value=SYMMETRIC_ZERO if bits == 4 else 0), bits).contiguous(),
+        encode(pad(codes, more, value=SYMMETRIC_ZERO if bits == 4 and zeros is None else 0), bits).contiguous(),
         pad(scales, more), None if zeros is None else pad(zeros, more), channels, outputs, bits, channels // len(scales),
     )
 

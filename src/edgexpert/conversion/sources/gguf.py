@@ -39,7 +39,7 @@ class GgufSource(Source):
             and not name.startswith("tokenizer.ggml.merges")
         }
         if self.metadata.get("split.count", 1) > 1:
-            raise UserError(f"{path.name} is one of {self.metadata['split.count']} parts; join them with llama-gguf-split --merge")
+            raise UserError(f"{path.name} is one part of several; join them with llama-gguf-split --merge")
         self.architecture = architecture_of(self.metadata, path.name)
         embeddings = self._tensor("token_embd.weight")
         self.config = config_from_metadata(
