@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from edgexpert.conversion.convert import Advance
 from edgexpert.conversion.sources.compressed_tensors import FORMAT, PACKED, WEIGHT, require_library
 from edgexpert.conversion.sources.huggingface import EXTRAS, INDEX
 from edgexpert.conversion.sources.source import meta_model
 from edgexpert.conversion.writer import unfinished
 from edgexpert.errors import UserError
-from edgexpert.packing.format import LayerLayout
+from edgexpert.packing.format import DENSE, EXPERTS, LayerLayout
 from edgexpert.packing.matrix import PackedMatrix, decode, dequantise
 from edgexpert.packing.reading import Pack
 
@@ -126,7 +126,7 @@ class Exporter:
         }
 
 
-def export(source: Path, destination: Path, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
+def export(source: Path, destination: Path, advance: Advance = lambda done, total: None) -> None:
     """Writes a packed checkpoint as a compressed-tensors one, layer by layer.
 
     Raises:
@@ -142,14 +142,15 @@ def export(source: Path, destination: Path, advance: Callable[[int, int], None] 
     try:
         exporter = Exporter(pack, folder)
         layers, total = pack.manifest.layers, len(pack.manifest.layers) + 1
+        expected = sum(pack.manifest.files[file]["bytes"] for file in (DENSE, EXPERTS))  # the lm_head grows a little
         dense: dict[str, Tensor] = {}
         for name, stored in pack.dense().items():
             dense.update(exporter.linear(name, stored) if isinstance(stored, PackedMatrix) else exporter.names(name, stored))
         exporter.save(dense, shard_name(1, total))
-        advance(1, total)
+        advance(exporter.size, max(expected, exporter.size))
         for done, layer in enumerate(layers, start=2):
             exporter.save(exporter.experts(layer), shard_name(done, total))
-            advance(done, total)
+            advance(exporter.size, max(expected, exporter.size))
         exporter.save_config()
         folder.rename(destination)
     except OSError as error:

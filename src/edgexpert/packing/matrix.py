@@ -86,9 +86,9 @@ def quantise(weight: Tensor, bits: int, group: int, zero_point: bool = False) ->
 
 
 def choose_scales(weight: Tensor, bits: int, group: int, zero_point: bool) -> tuple[Tensor, Tensor | None]:
-    """Scales [C / group, N] in float16, and zero points, for float32 weights [C, N]."""
-    grouped = weight.unflatten(0, (-1, group))  # [C / group, group, N]
-    high, low = grouped.amax(1), grouped.amin(1)
+    """Scales [.., C / group, N] in float16, and zero points, for float32 weights [.., C, N]."""
+    grouped = weight.unflatten(-2, (-1, group))  # [.., C / group, group, N]
+    high, low = grouped.amax(-2), grouped.amin(-2)
     zeros = None
     if zero_point and bits == 4:
         high, low = high.clamp(min=0), low.clamp(max=0)  # zero stays a code
@@ -108,7 +108,7 @@ def _least_error(grouped: Tensor, extreme: Tensor) -> Tensor:
     best, least = torch.empty(0), torch.empty(0)
     for level in LEVELS:
         scales = (-extreme / level).half()
-        error = (_rounded(grouped, scales.float()).clamp_(-8, 7).mul_(scales.float()[:, None]) - grouped).square_().sum(1)
+        error = (_rounded(grouped, scales.float()).clamp_(-8, 7).mul_(scales.float().unsqueeze(-2)) - grouped).square_().sum(-2)
         if level == LEVELS[0]:
             best, least = scales, error
         else:
@@ -118,17 +118,16 @@ def _least_error(grouped: Tensor, extreme: Tensor) -> Tensor:
 
 def _rounded(grouped: Tensor, scales: Tensor) -> Tensor:
     inverse = torch.where(scales == 0, 0, 1 / scales)  # a group of zeros has scale 0
-    return (grouped * inverse[:, None]).round_()
+    return (grouped * inverse.unsqueeze(-2)).round_()
 
 
 def round_to_codes(weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
-    """Codes [C, N] of float32 weights: int8 for 8 bits, uint8 from 0 to 15 for 4 bits."""
-    grouped = weight.unflatten(0, (len(scales), -1))
-    codes = _rounded(grouped, scales.float()).flatten(0, 1)
+    """Codes [.., C, N] of float32 weights: int8 for 8 bits, uint8 from 0 to 15 for 4 bits."""
+    codes = _rounded(weight.unflatten(-2, (scales.shape[-2], -1)), scales.float())
     if bits == 8:
-        return codes.clamp_(-127, 127).to(torch.int8)
-    zero = SYMMETRIC_ZERO if zeros is None else zeros.float().repeat_interleave(grouped.shape[1], 0)
-    return (codes + zero).clamp_(0, 15).to(torch.uint8)
+        return codes.clamp_(-127, 127).to(torch.int8).flatten(-3, -2)
+    codes += SYMMETRIC_ZERO if zeros is None else zeros.float().unsqueeze(-2)
+    return codes.clamp_(0, 15).to(torch.uint8).flatten(-3, -2)
 
 
 def encode(codes: Tensor, bits: int) -> Tensor:
@@ -157,10 +156,17 @@ def decode(matrix: PackedMatrix) -> Tensor:
 
 def dequantise(matrix: PackedMatrix) -> Tensor:
     """The float32 weights [C, N]."""
-    codes = decode(matrix).float()
+    codes = decode(matrix)
     if matrix.scales is None:
-        return codes
-    grouped = codes.unflatten(0, (-1, matrix.group))
-    if matrix.bits == 4:
-        grouped = grouped - (SYMMETRIC_ZERO if matrix.zeros is None else matrix.zeros[:, None, : matrix.outputs].float())
-    return (grouped * matrix.scales[:, None, : matrix.outputs].float()).flatten(0, 1)
+        return codes.float()
+    scales, zeros = (None if part is None else part[:, : matrix.outputs] for part in (matrix.scales, matrix.zeros))
+    assert scales is not None
+    return weights_of_codes(codes, scales, zeros, matrix.bits)
+
+
+def weights_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
+    """The float32 weights [.., C, N] of codes with scales, and zero points, [.., C / group, N]."""
+    grouped = codes.float().unflatten(-2, (scales.shape[-2], -1))
+    if bits == 4:
+        grouped = grouped - (SYMMETRIC_ZERO if zeros is None else zeros.unsqueeze(-2).float())
+    return (grouped * scales.unsqueeze(-2).float()).flatten(-3, -2)
