@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -37,6 +37,10 @@ def convert(
     group_size: Annotated[int, typer.Option(help="Input channels that share a row of scales.")] = 32,
     method: Annotated[str, typer.Option(help="rtn (round to nearest) or gptq.")] = "rtn",
     zero_point: Annotated[bool, typer.Option("--zero-point", help="Give every 4-bit group a zero point.")] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", exists=True, dir_okay=False, show_default=False, help="Plain text for gptq to learn from."),
+    ] = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,9 +48,15 @@ def convert(
             help="Other bits for a part: experts, attention, shared_experts, lm_head; may be given several times.",
         ),
     ] = None,
+    to: Annotated[
+        Literal["packed", "compressed-tensors"], typer.Option(help="compressed-tensors: SRC is packed; write it for vLLM.")
+    ] = "packed",
     json: Json = False,
 ) -> None:
     """Write a checkpoint in packed form. An interrupted conversion is continued by the same command."""
+    if to == "compressed-tensors":
+        write_back(paths)
+        return
     from edgexpert.conversion.convert import convert as run
     from edgexpert.conversion.options import Options, parse_keep
     from edgexpert.conversion.sources.dummy import DummySource, dummy_config
@@ -59,11 +69,23 @@ def convert(
     source = DummySource(dummy_config(dummy), dummy) if dummy else open_source(paths[0])
     destination = Path(paths[-1]).expanduser()
     with progress_bar("converting") as advance:
-        manifest = run(source, destination, options, advance)
+        manifest = run(source, destination, options, advance, calibration)
     if json:
         print_json(facts(destination, manifest))
     else:
         print_facts(destination, manifest)
+
+
+def write_back(paths: list[str]) -> None:
+    """A packed checkpoint as a compressed-tensors one."""
+    from edgexpert.conversion.export import export
+
+    if len(paths) != 2:
+        raise UserError("give a packed checkpoint and a new folder")
+    source, destination = (Path(path).expanduser() for path in paths)
+    with progress_bar("writing") as advance:
+        export(source, destination, advance)
+    print_line(f"saved in {destination}")
 
 
 @contextmanager

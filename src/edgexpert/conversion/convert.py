@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgexpert.conversion.calibration import Rounded, calibration_tokens, round_layers
 from edgexpert.conversion.layout import Layout, plan_layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
@@ -17,35 +18,64 @@ from edgexpert.conversion.writer import Writer
 from edgexpert.errors import UserError
 from edgexpert.packing.format import Manifest
 from edgexpert.packing.matrix import PackedMatrix, dequantise, quantise
+from edgexpert.packing.reading import sha256
 
 Advance = Callable[[int, int], None]
 """Told after each parameter: bytes written so far, and bytes in all."""
 
 
 @torch.no_grad()
-def convert(source: Source, destination: Path, options: Options, advance: Advance = lambda done, total: None) -> Manifest:
-    """Writes a packed checkpoint, rounding to nearest, or goes on where an interrupted conversion stopped.
+def convert(
+    source: Source,
+    destination: Path,
+    options: Options,
+    advance: Advance = lambda done, total: None,
+    calibration: Path | None = None,
+) -> Manifest:
+    """Writes a packed checkpoint, or goes on where an interrupted conversion stopped.
 
-    At any time one parameter of the model is in memory: all experts' gate/up or down weights of one layer at most.
+    Rounding to nearest has one parameter in memory at a time: all experts' gate/up or down weights of one layer at most. GPTQ
+    has the whole model, and on resuming calculates again what is on disk already.
+
+    Args:
+        calibration: the text that GPTQ learns from.
 
     Raises:
         UserError: the source lacks a tensor, the destination exists, or the disk is full.
     """
+    if (options.method == "gptq") != (calibration is not None):
+        raise UserError("--method gptq and --calibration FILE belong together: GPTQ learns from a text, rtn needs none")
+    if options.method == "gptq" and source.dummy:
+        raise UserError("random weights cannot be calibrated; leave --method out for a dummy")
     layout = plan_layout(source, options)
-    writer = Writer(destination, layout, request_of(source, options))
+    request = {
+        "source": source.origin, "fingerprint": source.fingerprint, "options": asdict(options),
+        "calibration": None if calibration is None else sha256(calibration),
+    }
+    sequences = None if calibration is None else calibration_tokens(source, calibration)
+    writer = Writer(destination, layout, source, request)
     names = [*layout.linears, *layout.floats, *layout.experts]
     sizes = {name: bytes_of(layout, name) for name in names}
-    total = sum(sizes.values())
+
+    def report() -> None:
+        advance(sum(sizes[name] for name in writer.finished), sum(sizes.values()))
+
+    report()
+    if sequences is not None:
+        for rounded in round_layers(source, layout, options, sequences):
+            if rounded.name not in writer.finished:
+                _write_rounded(writer, layout, rounded)
+            report()
     for name in names:
         if name not in writer.finished:
             _convert_one(source, writer, layout, name, options)
-        advance(sum(sizes[name] for name in writer.finished), total)
+            report()
     return writer.complete(source, options)
 
 
-def request_of(source: Source, options: Options) -> dict[str, Any]:
-    """What an interrupted conversion must be given again."""
-    return {"source": source.origin, "fingerprint": source.fingerprint, "options": asdict(options)}
+def _write_rounded(writer: Writer, layout: Layout, rounded: Rounded) -> None:
+    errors = [relative_error(weight, packed) for weight, packed in zip(rounded.weights, rounded.matrices, strict=True)]
+    _write(writer, layout, rounded.name, iter(rounded.matrices), {"errors": errors, "rtn_fallbacks": rounded.fallbacks})
 
 
 def bytes_of(layout: Layout, name: str) -> int:
@@ -62,7 +92,10 @@ def _convert_one(source: Source, writer: Writer, layout: Layout, name: str, opti
         writer.write_float(name, source.read(name))
         return
     facts: dict[str, Any] = {}
-    matrices = _matrices(source, layout, name, options, facts)
+    _write(writer, layout, name, _matrices(source, layout, name, options, facts), facts)
+
+
+def _write(writer: Writer, layout: Layout, name: str, matrices: Iterator[PackedMatrix], facts: dict[str, Any]) -> None:
     if name in layout.experts:
         writer.write_experts(name, matrices, facts)
     else:

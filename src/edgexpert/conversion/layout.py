@@ -90,6 +90,8 @@ def plan_layout(source: Source, options: Options) -> Layout:
         raise UserError(
             f"model type {source.config.model_type} has no mixture-of-experts layer of a known form; give an MoE model"
         )
+    for name in model.state_dict():
+        source.dtype(name)  # all are there
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     layers, experts, offset = [], {}, 0
     for block in blocks:
@@ -121,6 +123,8 @@ def _layer_layout(block: MoeBlock, names: dict[int, str], bits: int, options: Op
 
 
 def _check_group(name: str, channels: int, bits: int, group: int) -> None:
+    if channels % 4:
+        raise UserError(f"the {channels} input channels of {name} are no multiple of 4, which the kernels need")
     if bits < 16 and channels % group:
         raise UserError(
             f"--group-size {group} does not divide the {channels} input channels of {name}; "

@@ -33,8 +33,8 @@ class Options:
         for bits in (self.bits, *self.keep.values()):
             if bits not in BITS:
                 raise UserError(f"weights cannot have {bits} bits; choose {', '.join(map(str, BITS[:-1]))} or {BITS[-1]}")
-        if self.group_size < 1:
-            raise UserError("--group-size must be at least 1; 32 is usual")
+        if self.group_size < 4 or self.group_size % 4:
+            raise UserError(f"--group-size {self.group_size} is no multiple of 4, which the kernels need; 32 is usual")
         if self.method not in ("rtn", "gptq"):
             raise UserError(f"unknown --method {self.method}; choose rtn or gptq")
         if self.zero_point and 4 not in self.bits_by_part.values():

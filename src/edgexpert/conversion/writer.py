@@ -39,7 +39,7 @@ SPARE_BYTES = 64 << 20
 class Writer:
     """Fills the files of a packed checkpoint, parameter by parameter, in any order."""
 
-    def __init__(self, destination: Path, layout: Layout, request: dict[str, Any]) -> None:
+    def __init__(self, destination: Path, layout: Layout, source: Source, request: dict[str, Any]) -> None:
         """Begins a conversion, or goes on with an interrupted one.
 
         Args:
@@ -52,40 +52,56 @@ class Writer:
             raise UserError(f"{destination} exists; give another folder, or remove it first")
         header = self._dense_header()
         self._dense_start = len(header)
-        if (self.folder / JOURNAL).is_file():
-            self._resume(request)
-        else:
-            self._begin(request, header)
+        entries = self._read_journal()
+        if entries:
+            self._resume(entries, request)
+            self._prepare(header, source)
+            return
+        self._begin(request)
+        try:
+            self._prepare(header, source)
+        except UserError:
+            shutil.rmtree(self.folder)
+            raise
 
-    def _begin(self, request: dict[str, Any], header: bytes) -> None:
-        if self.folder.exists():
+    def _read_journal(self) -> list[dict[str, Any]]:
+        path = self.folder / JOURNAL
+        lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+        if lines and not lines[-1].endswith(b"\n"):  # a kill came while this line was written
+            path.write_bytes(b"".join(lines[:-1]))
+        return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+    def _begin(self, request: dict[str, Any]) -> None:
+        if self.folder.exists() and {path.name for path in self.folder.iterdir()} - {JOURNAL}:
             raise UserError(f"{self.folder} is in the way and holds no conversion; remove it")
         with self._disk():
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            self._check_space(len(header))
-            self.folder.mkdir()
-            for name, content, size in (
-                (EXPERTS, b"", self.layout.experts_bytes), (DENSE, header, len(header) + self.layout.dense_bytes)
-            ):
-                with (self.folder / name).open("wb") as file:
-                    file.write(content)
-                    file.truncate(size)
+            self._check_space()
+            self.folder.mkdir(exist_ok=True)
             self._append({"request": request})
 
-    def _resume(self, request: dict[str, Any]) -> None:
-        lines = (self.folder / JOURNAL).read_bytes().splitlines(keepends=True)
-        entries = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        if not entries or entries[0]["request"] != json.loads(json.dumps(request)):
+    def _resume(self, entries: list[dict[str, Any]], request: dict[str, Any]) -> None:
+        if entries[0]["request"] != json.loads(json.dumps(request)):
             raise UserError(
                 f"{self.folder} holds an unfinished conversion of another source or with other options; "
                 "give those again to continue it, or remove the folder"
             )
-        if not lines[-1].endswith(b"\n"):  # the kill came while this line was written
-            (self.folder / JOURNAL).write_bytes(b"".join(lines[:-1]))
         self.finished = {entry["name"]: entry for entry in entries[1:]}
 
-    def _check_space(self, header: int) -> None:
-        needed = self.layout.experts_bytes + self.layout.dense_bytes + header + SPARE_BYTES
+    def _prepare(self, header: bytes, source: Source) -> None:
+        """Everything but the weights, and the weight files in their full size."""
+        with self._disk():
+            source.config.save_pretrained(self.folder)
+            source.save_extras(self.folder)
+            for name, content, size in (
+                (EXPERTS, b"", self.layout.experts_bytes), (DENSE, header, len(header) + self.layout.dense_bytes)
+            ):
+                with (self.folder / name).open("r+b" if (self.folder / name).exists() else "wb") as file:
+                    file.write(content)
+                    file.truncate(size)
+
+    def _check_space(self) -> None:
+        needed = self.layout.experts_bytes + self.layout.dense_bytes + SPARE_BYTES
         free = shutil.disk_usage(self.folder.parent).free
         if free < needed:
             raise UserError(
@@ -164,10 +180,8 @@ class Writer:
         return len(text).to_bytes(8, "little") + text
 
     def complete(self, source: Source, options: Options) -> Manifest:
-        """Adds configuration, tokenizer and manifest, and gives the folder its name."""
+        """Adds the manifest and gives the folder its name."""
         with self._disk():
-            source.config.save_pretrained(self.folder)
-            source.save_extras(self.folder)
             manifest = self._manifest(source, options)
             manifest.save(self.folder)
             self.folder.rename(self.destination)

@@ -29,24 +29,29 @@ LEVELS = (8.0, 8.5, 7.5, 9.0, 7.0)
 gives back exactly what Q4_0 stored."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """A matrix [C, N] in packed form; see the module for the layout."""
+    """A matrix of ``channels`` inputs and ``outputs`` outputs in packed form; see the module for the layout.
+
+    Attributes:
+        group: channels that share a row of scales.
+    """
 
     values: Tensor
     scales: Tensor | None
     zeros: Tensor | None
+    channels: int
+    outputs: int
     bits: int
-    outputs: int  # N, without padding
+    group: int
 
-    @property
-    def channels(self) -> int:
-        return self.values.shape[0]
 
-    @property
-    def group(self) -> int | None:
-        """Channels that share a row of scales."""
-        return None if self.scales is None else self.channels // self.scales.shape[0]
+class PackedExperts(PackedMatrix):
+    """The matrices of a layer's experts: the tensors of `PackedMatrix` with a leading dimension [E]."""
+
+    def __getitem__(self, expert: int) -> PackedMatrix:
+        scales, zeros = (None if part is None else part[expert] for part in (self.scales, self.zeros))
+        return PackedMatrix(self.values[expert], scales, zeros, self.channels, self.outputs, self.bits, self.group)
 
 
 def padded(outputs: int) -> int:
@@ -61,11 +66,13 @@ def quantise(weight: Tensor, bits: int, group: int, zero_point: bool = False) ->
     """
     channels, outputs = weight.shape
     if bits == 16:
-        values = torch.zeros(channels, padded(outputs), dtype=torch.bfloat16)
-        values[:, :outputs] = weight
-        return PackedMatrix(values, None, None, 16, outputs)
+        rows = torch.zeros(channels, padded(outputs), dtype=torch.bfloat16)
+        rows[:, :outputs] = weight
+        return PackedMatrix(rows, None, None, channels, outputs, bits, group)
     assert channels % group == 0, "checked before anything is read"
-    values, scales, zeros = [], [], []
+    values: list[Tensor] = []
+    scales: list[Tensor] = []
+    zeros: list[Tensor] = []
     for columns in weight.split(OUTPUTS_AT_ONCE, dim=1):
         block = torch.zeros(channels, padded(columns.shape[1]))
         block[:, : columns.shape[1]] = columns
@@ -74,13 +81,14 @@ def quantise(weight: Tensor, bits: int, group: int, zero_point: bool = False) ->
         scales.append(scale)
         if zero is not None:
             zeros.append(zero)
-    return PackedMatrix(torch.cat(values, 1), torch.cat(scales, 1), torch.cat(zeros, 1) if zeros else None, bits, outputs)
+    joined = torch.cat(zeros, 1) if zeros else None
+    return PackedMatrix(torch.cat(values, 1), torch.cat(scales, 1), joined, channels, outputs, bits, group)
 
 
 def choose_scales(weight: Tensor, bits: int, group: int, zero_point: bool) -> tuple[Tensor, Tensor | None]:
-    """Scales [C / group, N] in float16, and zero points, for float32 weights [C, N]."""
-    grouped = weight.unflatten(0, (-1, group))  # [C / group, group, N]
-    high, low = grouped.amax(1), grouped.amin(1)
+    """Scales [.., C / group, N] in float16, and zero points, for float32 weights [.., C, N]."""
+    grouped = weight.unflatten(-2, (-1, group))  # [.., C / group, group, N]
+    high, low = grouped.amax(-2), grouped.amin(-2)
     zeros = None
     if zero_point and bits == 4:
         high, low = high.clamp(min=0), low.clamp(max=0)  # zero stays a code
@@ -92,7 +100,7 @@ def choose_scales(weight: Tensor, bits: int, group: int, zero_point: bool) -> tu
         scales = _least_error(grouped, torch.where(high > -low, high, low))
     if not scales.isfinite().all():
         raise UserError("a weight is not a finite number, or too large for a 16-bit scale; the checkpoint cannot be quantised")
-    return scales, zeros
+    return scales + 0.0, zeros  # so that zero has one sign
 
 
 def _least_error(grouped: Tensor, extreme: Tensor) -> Tensor:
@@ -100,7 +108,7 @@ def _least_error(grouped: Tensor, extreme: Tensor) -> Tensor:
     best, least = torch.empty(0), torch.empty(0)
     for level in LEVELS:
         scales = (-extreme / level).half()
-        error = (_rounded(grouped, scales.float()).clamp_(-8, 7).mul_(scales.float()[:, None]) - grouped).square_().sum(1)
+        error = (_rounded(grouped, scales.float()).clamp_(-8, 7).mul_(scales.float().unsqueeze(-2)) - grouped).square_().sum(-2)
         if level == LEVELS[0]:
             best, least = scales, error
         else:
@@ -110,22 +118,32 @@ def _least_error(grouped: Tensor, extreme: Tensor) -> Tensor:
 
 def _rounded(grouped: Tensor, scales: Tensor) -> Tensor:
     inverse = torch.where(scales == 0, 0, 1 / scales)  # a group of zeros has scale 0
-    return (grouped * inverse[:, None]).round_()
+    return (grouped * inverse.unsqueeze(-2)).round_()
 
 
 def round_to_codes(weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
-    """Codes [C, N] of float32 weights: int8 for 8 bits, uint8 from 0 to 15 for 4 bits."""
-    grouped = weight.unflatten(0, (len(scales), -1))
-    codes = _rounded(grouped, scales.float()).flatten(0, 1)
+    """Codes [.., C, N] of float32 weights: int8 for 8 bits, uint8 from 0 to 15 for 4 bits."""
+    codes = _rounded(weight.unflatten(-2, (scales.shape[-2], -1)), scales.float())
     if bits == 8:
-        return codes.clamp_(-127, 127).to(torch.int8)
-    zero = SYMMETRIC_ZERO if zeros is None else zeros.float().repeat_interleave(grouped.shape[1], 0)
-    return (codes + zero).clamp_(0, 15).to(torch.uint8)
+        return codes.clamp_(-127, 127).to(torch.int8).flatten(-3, -2)
+    codes += SYMMETRIC_ZERO if zeros is None else zeros.float().unsqueeze(-2)
+    return codes.clamp_(0, 15).to(torch.uint8).flatten(-3, -2)
 
 
 def encode(codes: Tensor, bits: int) -> Tensor:
     """Codes [C, Np] as stored values: two to a byte for 4 bits."""
     return codes[:, 0::2] | codes[:, 1::2] << 4 if bits == 4 else codes
+
+
+def pack_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> PackedMatrix:
+    """A packed matrix of codes [C, N] with scales, and zero points, [C / group, N]."""
+    channels, outputs = codes.shape
+    more = (0, padded(outputs) - outputs)
+    pad = torch.nn.functional.pad
+    return PackedMatrix(
+        encode(pad(codes, more, value=SYMMETRIC_ZERO if bits == 4 and zeros is None else 0), bits).contiguous(),
+        pad(scales, more), None if zeros is None else pad(zeros, more), channels, outputs, bits, channels // len(scales),
+    )
 
 
 def decode(matrix: PackedMatrix) -> Tensor:
@@ -138,11 +156,17 @@ def decode(matrix: PackedMatrix) -> Tensor:
 
 def dequantise(matrix: PackedMatrix) -> Tensor:
     """The float32 weights [C, N]."""
-    codes = decode(matrix).float()
+    codes = decode(matrix)
     if matrix.scales is None:
-        return codes
-    group, outputs = matrix.group or 1, matrix.outputs
-    if matrix.bits == 4:
-        zeros = SYMMETRIC_ZERO if matrix.zeros is None else matrix.zeros[:, :outputs].float().repeat_interleave(group, 0)
-        codes = codes - zeros
-    return codes * matrix.scales[:, :outputs].float().repeat_interleave(group, 0)
+        return codes.float()
+    scales, zeros = (None if part is None else part[:, : matrix.outputs] for part in (matrix.scales, matrix.zeros))
+    assert scales is not None
+    return weights_of_codes(codes, scales, zeros, matrix.bits)
+
+
+def weights_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> Tensor:
+    """The float32 weights [.., C, N] of codes with scales, and zero points, [.., C / group, N]."""
+    grouped = codes.float().unflatten(-2, (scales.shape[-2], -1))
+    if bits == 4:
+        grouped = grouped - (SYMMETRIC_ZERO if zeros is None else zeros.unsqueeze(-2).float())
+    return (grouped * scales.unsqueeze(-2).float()).flatten(-3, -2)

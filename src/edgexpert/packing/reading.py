@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -14,28 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from edgexpert.errors import UserError
 from edgexpert.packing.format import DENSE, DTYPES, EXPERTS, MANIFEST, LayerLayout, Manifest, MatrixLayout, read_manifest
-from edgexpert.packing.matrix import PackedMatrix
-
-
-@dataclass(frozen=True)
-class StackedMatrix:
-    """One matrix of all experts of a layer, as strided views into the file.
-
-    Attributes:
-        values: [E, C, row]; the rows of one expert are contiguous, the experts are a record apart.
-        scales: float16 [E, C / group, Np], or None at 16 bits.
-        zeros: uint8 [E, C / group, Np], or None.
-    """
-
-    values: Tensor
-    scales: Tensor | None
-    zeros: Tensor | None
-    bits: int
-    outputs: int
-
-    def expert(self, index: int) -> PackedMatrix:
-        scales, zeros = (None if part is None else part[index] for part in (self.scales, self.zeros))
-        return PackedMatrix(self.values[index], scales, zeros, self.bits, self.outputs)
+from edgexpert.packing.matrix import PackedExperts, PackedMatrix
 
 
 def is_pack(folder: Path) -> bool:
@@ -64,18 +42,21 @@ class Pack:
         path = self.folder / EXPERTS
         return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
 
-    def layer(self, layout: LayerLayout) -> dict[str, StackedMatrix]:
-        """``gate_up`` and ``down`` of all experts of a layer."""
-        return {name: self._stacked(layout, getattr(layout, name)) for name in ("gate_up", "down")}
+    def experts(self, layer: LayerLayout) -> dict[str, PackedExperts]:
+        """``gate_up`` and ``down`` of all experts of a layer: strided views into the file, the experts a record apart."""
+        return {name: self._stacked(layer, getattr(layer, name)) for name in ("gate_up", "down")}
 
-    def _stacked(self, layer: LayerLayout, matrix: MatrixLayout) -> StackedMatrix:
+    def _stacked(self, layer: LayerLayout, matrix: MatrixLayout) -> PackedExperts:
         parts: dict[str, Tensor] = {}
         for name, extent in matrix.extents.items():
             dtype = DTYPES[extent.dtype]
             shape, stride = (layer.experts, *extent.shape), (layer.stride // dtype.itemsize, extent.shape[1], 1)
             start = (layer.offset + extent.offset) // dtype.itemsize
             parts[name] = self._mapped.view(dtype).as_strided(shape, stride, start)
-        return StackedMatrix(parts["values"], parts.get("scales"), parts.get("zeros"), matrix.bits, matrix.outputs)
+        return PackedExperts(
+            parts["values"], parts.get("scales"), parts.get("zeros"), matrix.channels, matrix.outputs, matrix.bits,
+            matrix.group or matrix.channels,
+        )
 
     def dense(self) -> dict[str, Tensor | PackedMatrix]:
         """Everything but the experts, by parameter name: float tensors, and packed linear layers."""
@@ -89,7 +70,9 @@ class Pack:
             values, scales, zeros = (stored.pop(f"{name}.{part}", None) for part in ("values", "scales", "zeros"))
             if values is None:
                 raise UserError(f"{self.folder / DENSE} lacks {name}; convert the checkpoint again")
-            tensors[name] = PackedMatrix(values, scales, zeros, linear.bits, linear.outputs)
+            tensors[name] = PackedMatrix(
+                values, scales, zeros, linear.channels, linear.outputs, linear.bits, linear.group or linear.channels
+            )
         return {**tensors, **stored}
 
 

@@ -83,22 +83,21 @@ class DummySource(Source):
 
     def packed(self, name: str, matrix: MatrixLayout | Linear, count: int, zero_point: bool) -> Iterator[PackedMatrix]:
         random = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
-        channels, width = matrix.channels, padded(matrix.outputs)
+        channels, width, group = matrix.channels, padded(matrix.outputs), matrix.group or matrix.channels
         for _ in range(count):
             if matrix.bits == 16:
                 values = torch.from_numpy(random.standard_normal((channels, width), dtype=np.float32)).mul_(STD).bfloat16()
-                yield PackedMatrix(values, None, None, 16, matrix.outputs)
+                yield PackedMatrix(values, None, None, channels, matrix.outputs, 16, group)
                 continue
             size = channels * width * matrix.bits // 8
             words = torch.from_numpy(random.integers(0, 1 << 64, size // 8, dtype=np.uint64))
             values = words.view(torch.uint8).view(channels, -1)
             if matrix.bits == 8:
                 values = values.view(torch.int8).clamp_(min=-127)
-            assert matrix.group is not None
-            rows = (channels // matrix.group, width)
+            rows = (channels // group, width)
             scales = torch.full(rows, STD / STD_OF_CODES[matrix.bits], dtype=torch.float16)
             zeros = torch.full(rows, 8, dtype=torch.uint8) if zero_point and matrix.bits == 4 else None
-            yield PackedMatrix(values, scales, zeros, matrix.bits, matrix.outputs)
+            yield PackedMatrix(values, scales, zeros, channels, matrix.outputs, matrix.bits, group)
 
     def save_extras(self, folder: Path) -> None:
         """A tokenizer, so that text can be given: the bundled model's, if the vocabulary is large enough."""

@@ -42,14 +42,19 @@ class HuggingFaceSource(Source):
     def __init__(self, folder: Path, config: PreTrainedConfig, name: str) -> None:
         self.folder, self.config = folder, config
         self.model = meta_model(config)
-        self._files = checkpoint_files(folder)
+        self._files = self._stored(checkpoint_files(folder))
         self.origin = {"kind": self.kind, "name": name}
         self.fingerprint = [file_fingerprint(folder / file) for file in sorted(set(self._files.values()))]
+        self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
         self._tied = dict(self.model.all_tied_weights_keys or {})
         self._mapping = [
             entry for entry in get_model_conversion_mapping(self.model) if isinstance(entry, WeightRenaming | WeightConverter)
         ]
         self._keys, self._converters = self._match(sorted(self._files, key=dot_natural_key))
+
+    def _stored(self, files: dict[str, str]) -> dict[str, str]:
+        """The weights that the checkpoint offers, with the file of each."""
+        return files
 
     def _match(self, keys: list[str]) -> tuple[dict[str, list[tuple[str, str]]], dict[str, WeightConverter]]:
         """For each parameter of the model the checkpoint's keys that it is made from, each with the pattern that it matched,
@@ -79,11 +84,21 @@ class HuggingFaceSource(Source):
             name = self._tied[name]
         if name not in self._keys:
             raise UserError(f"the checkpoint {self.folder} lacks the tensor {name}; download it again")
+        for pattern in {pattern for _, pattern in self._keys[name] if "*" in pattern}:
+            found = sum(pattern == other for _, other in self._keys[name])
+            expected = self._shapes[name][0]
+            if found != expected:
+                raise UserError(
+                    f"the checkpoint {self.folder} has {found} of the {expected} tensors {pattern} of {name}; download it again"
+                )
         return name, self._keys[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        key = self._made_from(name)[1][0][0]
-        stored = self._open(key, lambda file: file.get_slice(key).get_dtype())
+        return self.tensor_dtype(self._made_from(name)[1][0][0])
+
+    def tensor_dtype(self, key: str) -> torch.dtype:
+        """The float type of a tensor under the checkpoint's own name."""
+        stored = self.open(key, lambda file: file.get_slice(key).get_dtype())
         if stored not in FLOATS:
             raise UserError(f"{key} has the type {stored}; give a checkpoint in float32, float16 or bfloat16")
         return FLOATS[stored]
@@ -92,18 +107,26 @@ class HuggingFaceSource(Source):
         name, keys = self._made_from(name)
         self.dtype(name)
         if name not in self._converters:
-            return self.tensor(keys[0][0])
+            return self._checked(name, self.tensor(keys[0][0]))
         converter = deepcopy(self._converters[name])
         for key, pattern in keys:
             converter.add_tensor(name, key, pattern, partial(self.tensor, key))
         made = converter.convert(name, model=self.model, config=self.config)[name]
-        return made[0] if isinstance(made, list) else made
+        return self._checked(name, made[0] if isinstance(made, list) else made)
+
+    def _checked(self, name: str, tensor: Tensor) -> Tensor:
+        if tensor.shape != self._shapes[name]:
+            raise UserError(
+                f"{name} has the shape {list(tensor.shape)} in {self.folder}, and its config.json says {list(self._shapes[name])}"
+            )
+        return tensor
 
     def tensor(self, key: str) -> Tensor:
         """A tensor under the checkpoint's own name."""
-        return self._open(key, lambda file: file.get_tensor(key))
+        return self.open(key, lambda file: file.get_tensor(key))
 
-    def _open(self, key: str, use: Any) -> Any:
+    def open(self, key: str, use: Any) -> Any:
+        """What ``use`` makes of the open file that holds a key."""
         path = self.folder / self._files[key]
         try:
             with safe_open(path, "pt") as file:

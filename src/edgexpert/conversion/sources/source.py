@@ -34,7 +34,7 @@ class Source(ABC):
 
     @abstractmethod
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a parameter that keeps its floats.
+        """Type of a parameter if it keeps its floats.
 
         Raises:
             UserError: the source lacks the parameter.
