@@ -48,6 +48,11 @@ NB_MODULE(_native, m) {
   m.def("set_threads", &set_threads, nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &threads);
 
+  m.def("group", [](std::int64_t pairs, std::int64_t count, Address expert, Address token, Address experts, Address offsets,
+                    Address tokens, Address order) {
+    return group(at<const std::int64_t>(expert), at<const std::int64_t>(token), pairs, count, at<std::int64_t>(experts),
+                 at<std::int64_t>(offsets), at<std::int64_t>(tokens), at<std::int64_t>(order));
+  });
   m.def(
       "linear",
       [](const Weights& w, Address x, std::int64_t rows, Address bias, Address out) {
@@ -114,9 +119,9 @@ NB_MODULE(_native, m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "salient_channels",
-      [](Address activations, Address weights, Address mask, Address pair_expert, Address pair_depth, std::int64_t pairs,
-         std::int64_t channels, float selection_ratio, std::int64_t experts, Address loaded) {
-        salient_channels(at<const float>(activations), at<const float>(weights), at<const bool>(mask),
+      [](Address scores, Address mask, Address pair_expert, Address pair_depth, std::int64_t pairs, std::int64_t channels,
+         float selection_ratio, std::int64_t experts, Address loaded) {
+        salient_channels(at<const float>(scores), at<const bool>(mask),
                          at<const std::int64_t>(pair_expert), at<const std::int64_t>(pair_depth), pairs, channels,
                          selection_ratio, experts, at<bool>(loaded));
       },

@@ -56,7 +56,7 @@ void needed_channels(const float* activations, const float* weights, const std::
   });
 }
 
-void salient_channels(const float* activations, const float* weights, const bool* mask, const std::int64_t* pair_expert,
+void salient_channels(const float* scores, const bool* mask, const std::int64_t* pair_expert,
                       const std::int64_t* pair_depth, std::int64_t pairs, std::int64_t channels, float selection_ratio,
                       std::int64_t experts, bool* loaded) {
   std::vector<std::int64_t> order(pairs);  // by expert, then depth
@@ -72,17 +72,37 @@ void salient_channels(const float* activations, const float* weights, const bool
       std::fill(all.begin(), all.end(), 0.0f);
       std::fill(salient.begin(), salient.end(), 0.0f);
       for (; it != order.end() && pair_expert[*it] == expert && pair_depth[*it] == depth; ++it) {
-        const float* row = activations + *it * channels;
+        const float* row = scores + *it * channels;
         const bool* needed = mask + *it * channels;
         for (std::int64_t c = 0; c < channels; ++c) {
-          float score = std::fabs(row[c]) * weights[*it];
-          all[c] += score;
-          salient[c] += needed[c] ? score : 0.0f;
+          all[c] += row[c];
+          salient[c] += needed[c] ? row[c] : 0.0f;
         }
       }
       for (std::int64_t c = 0; c < channels; ++c) loaded[expert * channels + c] |= salient[c] > selection_ratio * all[c];
     }
   });
+}
+
+std::int64_t group(const std::int64_t* expert, const std::int64_t* token, std::int64_t pairs, std::int64_t count,
+                   std::int64_t* experts, std::int64_t* offsets, std::int64_t* tokens, std::int64_t* order) {
+  std::vector<std::int64_t> next(count + 1, 0);
+  for (std::int64_t i = 0; i < pairs; ++i) ++next[expert[i] + 1];
+  std::int64_t loaded = 0;
+  for (std::int64_t e = 0; e < count; ++e) {
+    if (next[e + 1] > 0) {
+      experts[loaded] = e;
+      offsets[loaded++] = next[e];
+    }
+    next[e + 1] += next[e];
+  }
+  offsets[loaded] = pairs;
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    std::int64_t at = next[expert[i]]++;
+    order[at] = i;
+    tokens[at] = token[i];
+  }
+  return loaded;
 }
 
 }  // namespace edgexpert

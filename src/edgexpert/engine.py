@@ -144,7 +144,7 @@ class Engine:
         if self.host.recorder is not None:
             self.host.recorder.stage(stage, (), 1, 0)
         run.exact_prefill_experts = sum(
-            n * block.shape.expert for n, block in zip(output.exact_experts, self.host.blocks, strict=True)
+            len(exact.loaded) * block.shape.expert for exact, block in zip(output.exact, self.host.blocks, strict=True)
         )
         run.committed = list(ids)
         self._observe(run, "prefill", tokens, output.features)

@@ -48,11 +48,18 @@ class Routing:
     Attributes:
         experts: int64 [T, k]; ``num_experts`` stands for no expert.
         weights: [T, k]; 0 where there is no expert.
+        complete: known to have no gaps, as every router's own.
     """
 
     experts: Tensor
     weights: Tensor
     num_experts: int
+    complete: bool = False
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether some token lacks some of its k experts."""
+        return not self.complete and int(self.experts.max()) >= self.num_experts
 
     @cached_property
     def pairs(self) -> tuple[Tensor, Tensor]:
@@ -61,18 +68,28 @@ class Routing:
         return token, slot
 
     @cached_property
+    def pair_token(self) -> Tensor:
+        """Token of each pair, ascending, int64 [P]."""
+        if self.has_gaps:
+            return self.pairs[0]
+        tokens, k = self.experts.shape
+        return torch.arange(tokens * k, device=self.experts.device) // k
+
+    @cached_property
     def pair_expert(self) -> Tensor:
         """Expert of each pair, int64 [P]."""
-        return self.experts[self.pairs]
+        return self.experts[self.pairs] if self.has_gaps else self.experts.flatten()
 
     @cached_property
     def pair_weight(self) -> Tensor:
         """Routing weight of each pair, [P]."""
-        return self.weights[self.pairs]
+        return self.weights[self.pairs] if self.has_gaps else self.weights.flatten()
 
     @cached_property
     def loaded(self) -> Tensor:
         """Experts that some token computes with, ascending, int64 [U]."""
+        if len(self.experts) == 1 and not self.has_gaps:
+            return self.experts[0].sort().values  # a token's experts are distinct
         experts: Tensor = torch.unique(self.pair_expert)
         return experts
 

@@ -73,7 +73,7 @@ def run_experts(
     """
     if isinstance(weights, PackedExpertWeights):
         return _run_packed(x, routing, weights, gate_up, select_down)
-    token, _ = routing.pairs
+    token = routing.pair_token
     groups = list(_by_expert(routing))
     activations, read = _activations(x[token], groups, weights, gate_up)
 
@@ -91,7 +91,7 @@ def run_experts(
 def _run_packed(
     x: Tensor, routing: Routing, weights: PackedExpertWeights, gate_up: ChannelSelection | None, select_down: SelectDown | None
 ) -> tuple[Tensor, ChannelSelection | None, float]:
-    pairs, order = Pairs.group(routing.pair_expert, routing.pairs[0])
+    pairs, order = native.group(routing)
     weight = routing.pair_weight.float()[order]
     read = _packed_bytes(weights.gate_up, gate_up, len(pairs.experts))
     if gate_up is None and select_down is None:
@@ -140,12 +140,12 @@ def _packed_bytes(matrices: PackedExperts, selection: ChannelSelection | None, e
 def down_inputs(x: Tensor, routing: Routing, weights: ExpertWeights | PackedExpertWeights) -> Tensor:
     """What goes into the down matrix of each pair where gate/up is loaded whole, [P, I]."""
     if isinstance(weights, PackedExpertWeights):
-        pairs, order = Pairs.group(routing.pair_expert, routing.pairs[0])
+        pairs, order = native.group(routing)
         activations = _packed_activations(x, pairs, order, weights, None)
         by_token = torch.empty_like(activations)
         by_token[order] = activations
         return by_token
-    return _activations(x[routing.pairs[0]], list(_by_expert(routing)), weights, None)[0]
+    return _activations(x[routing.pair_token], list(_by_expert(routing)), weights, None)[0]
 
 
 def _activations(

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from edgexpert.errors import UserError
 from edgexpert.kernels import packed
 from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs
+from edgexpert.plan import Routing
 
 try:
     from edgexpert.kernels import _native  # type: ignore[attr-defined]
@@ -113,6 +115,47 @@ def _pairs(pairs: Pairs) -> tuple[int, ...]:
         bound = (len(pairs.experts), *(_address(t, torch.int64) for t in (pairs.experts, pairs.offsets, pairs.tokens)))
         pairs.__dict__["_native"] = bound
     return bound
+
+
+def group(routing: Routing) -> tuple[Pairs, Tensor]:
+    """The pairs of a routing by expert, and the order [P] in which its own pairs, by token, now stand; see `Pairs.group`."""
+    if path() == "torch":
+        return Pairs.group(routing.pair_expert, routing.pair_token)
+    expert, token, count = routing.pair_expert, routing.pair_token, routing.num_experts
+    pairs = len(expert)
+    experts, offsets = expert.new_empty(count), expert.new_empty(count + 1)
+    tokens, order = torch.empty_like(expert), torch.empty_like(expert)
+    addresses = [_address(t, torch.int64) for t in (expert, token, experts, offsets, tokens, order)]
+    loaded = _native.group(pairs, count, *addresses)
+    return Pairs(experts[:loaded], offsets[: loaded + 1], tokens), order
+
+
+def computes(x: Tensor) -> bool:
+    """Whether compiled code can work on a tensor: it is float32, on the CPU, and there is such code."""
+    return x.dtype == torch.float32 and x.device.type == "cpu" and path() != "torch"
+
+
+def needed_channels(activations: Tensor, routing: Routing, keep_channels: float) -> Tensor:
+    """`edgexpert.policy.pruning.needed_channels` without its sort."""
+    x, (pairs, channels) = activations.contiguous(), activations.shape
+    weight, tokens = routing.pair_weight.float().contiguous(), len(routing.experts)
+    offsets = F.pad(torch.bincount(routing.pair_token, minlength=tokens).cumsum(0), (1, 0))
+    mask = torch.empty(pairs, channels, dtype=torch.bool)
+    _native.needed_channels(
+        x.data_ptr(), weight.data_ptr(), offsets.data_ptr(), tokens, channels, keep_channels, mask.data_ptr()
+    )
+    return mask
+
+
+def salient_channels(
+    score: Tensor, mask: Tensor, pair_expert: Tensor, pair_depth: Tensor, num_experts: int, selection_ratio: float
+) -> Tensor:
+    """`edgexpert.policy.coalescing.salient_channels` in one pass."""
+    pairs, channels = score.shape
+    loaded = torch.zeros(num_experts, channels, dtype=torch.bool)
+    arrays = [t.contiguous() for t in (score, mask, pair_expert, pair_depth)]
+    _native.salient_channels(*(t.data_ptr() for t in arrays), pairs, channels, selection_ratio, num_experts, loaded.data_ptr())
+    return loaded
 
 
 def linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:

@@ -46,6 +46,6 @@ def select_channels(
 def _split(routing: Routing, stages: Sequence[Stage]) -> list[Routing]:
     lengths = [len(stage.tokens) for stage in stages]
     return [
-        Routing(experts, weights, routing.num_experts)
+        Routing(experts, weights, routing.num_experts, routing.complete)
         for experts, weights in zip(routing.experts.split(lengths), routing.weights.split(lengths), strict=True)
     ]

@@ -34,7 +34,7 @@ class MoeBlock:
     def gate_up_name(self) -> str:
         return "gate_up_proj" if hasattr(self.experts, "gate_up_proj") else "up_proj"
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         return int(self.experts.down_proj.shape[0])
 
@@ -46,7 +46,7 @@ class MoeBlock:
     def form(self) -> RouterForm | None:
         return detect_form(self.router)
 
-    @property
+    @cached_property
     def packed(self) -> PackedExpertWeights | None:
         """The experts' weights where they come from a packed checkpoint; the module's own then hold nothing but their shape."""
         return getattr(self.experts, "packed", None)
@@ -57,7 +57,7 @@ class MoeBlock:
         biases = sum(p.nbytes for name, p in self.experts.named_parameters() if name.endswith("bias"))
         return round(self.num_experts * self.shape.expert) + biases
 
-    @property
+    @cached_property
     def shape(self) -> ExpertShape:
         down = self.experts.down_proj
         intermediate, hidden = down.shape[1:] if self.experts.is_transposed else reversed(down.shape[1:])

@@ -43,13 +43,13 @@ class StageOutput:
         logits: float [T, V]; of a prefill stage only the last token's, [1, V].
         features: inputs of the fused layers, concatenated, [T, n * H]; None when none were asked for.
         plans: the decision of every MoE layer, by layer.
-        exact_experts: for each MoE layer, how many experts the router alone would have loaded.
+        exact: the routing that the router alone gives, of every MoE layer.
     """
 
     logits: Tensor
     features: Tensor | None
     plans: list[LayerPlan]
-    exact_experts: list[int]
+    exact: list[Routing]
 
 
 @dataclass(eq=False)
@@ -193,7 +193,7 @@ class HostedModel:
             logits=output.logits[0].float(),
             features=torch.cat([running.fused[layer][0] for layer in fused_layers], dim=-1) if fused_layers else None,
             plans=[running.plans[block.layer] for block in self.blocks],
-            exact_experts=[len(running.exact[block.layer].loaded) for block in self.blocks],
+            exact=[running.exact[block.layer] for block in self.blocks],
         )
 
     def count(self, running: Pass, cache: Cache | None) -> None:
@@ -224,7 +224,7 @@ class HostedModel:
             if running is None:
                 return output
             logits, weights, experts = output
-            exact = Routing(experts, weights, block.num_experts)
+            exact = Routing(experts, weights, block.num_experts, complete=True)
             running.exact[block.layer] = routing = exact
             if (self.recorder or not self.policy.is_exact) and block.form is not None:
                 running.scores[block.layer] = scores = block.form.scores(logits)
@@ -251,8 +251,8 @@ class HostedModel:
             down_seen.append(activations)
             return select(activations)
 
-        gate_up = select(x[routing.pairs[0]]) if self.policy.fine_pruning else None
-        if block.packed is None and gate_up is None and int(routing.experts.max()) < block.num_experts:
+        gate_up = select(x[routing.pair_token]) if self.policy.fine_pruning else None
+        if block.packed is None and gate_up is None and not routing.has_gaps:
             # one product on the same data as the library's where nothing is skipped
             plan = LayerPlan(block.layer, routing, storage=self.storage.get(block.layer))
             read = plan.bytes(block.shape)

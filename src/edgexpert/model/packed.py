@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from edgexpert.errors import UserError
 from edgexpert.kernels.experts import PackedExpertWeights
 from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RouterWeight, RowNorm
-from edgexpert.kernels.packed import ACTIVATIONS, PackedExperts, PackedMatrix
+from edgexpert.kernels.packed import ACTIVATIONS, PackedMatrix
 from edgexpert.model.blocks import MoeBlock, find_blocks
 from edgexpert.packing.format import LayerLayout
-from edgexpert.packing.matrix import PackedMatrix as StoredMatrix
 from edgexpert.packing.reading import Pack
 
 
@@ -30,10 +29,10 @@ def load_pack(folder: Path) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(pack.config, dtype=torch.float32, attn_implementation=ATTENTION)
     tensors = pack.dense()
     for name, tensor in tensors.items():
-        if isinstance(tensor, StoredMatrix):
+        if isinstance(tensor, PackedMatrix):
             bias = tensors.get(name.removesuffix("weight") + "bias")
             assert bias is None or isinstance(bias, Tensor)
-            model.set_submodule(name.removesuffix(".weight"), PackedLinear(_matrix(tensor), bias))
+            model.set_submodule(name.removesuffix(".weight"), PackedLinear(tensor, bias))
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -61,23 +60,10 @@ def load_pack(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def _matrix(stored: StoredMatrix) -> PackedMatrix:
-    group = _group(stored.values, stored.scales)
-    return PackedMatrix(stored.values, stored.scales, stored.zeros, stored.channels, stored.outputs, stored.bits, group)
-
-
-def _group(values: Tensor, scales: Tensor | None) -> int:
-    return 4 if scales is None else values.shape[-2] // scales.shape[-2]
-
-
 def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWeights:
-    module, matrices = block.experts, pack.layer(layout)
+    module, matrices = block.experts, pack.experts(layout)
     biases = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
-    gate_up, down = (
-        PackedExperts(m.values, m.scales, m.zeros, m.values.shape[1], m.outputs, m.bits, _group(m.values, m.scales))
-        for m in (matrices["gate_up"], matrices["down"])
-    )
-    return PackedExpertWeights(gate_up, down, *biases, _activation(module, layout), layout.gate)
+    return PackedExpertWeights(matrices["gate_up"], matrices["down"], *biases, _activation(module, layout), layout.gate)
 
 
 def _activation(experts: Any, layout: LayerLayout) -> str:

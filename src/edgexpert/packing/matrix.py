@@ -12,14 +12,13 @@ Scales are float16 [C / group, Np] and may be negative. Zero points are uint8 [C
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.packed import ALIGNMENT as PADDING
+from edgexpert.kernels.packed import PackedMatrix
 
-PADDING = 32
 SYMMETRIC_ZERO = 8
 BITS = (4, 8, 16)
 OUTPUTS_AT_ONCE = 2048
@@ -27,31 +26,6 @@ OUTPUTS_AT_ONCE = 2048
 LEVELS = (8.0, 8.5, 7.5, 9.0, 7.0)
 """Codes that the largest magnitude of a group may become, of which the one with the least squared error is taken. The first
 gives back exactly what Q4_0 stored."""
-
-
-@dataclass(frozen=True, eq=False)
-class PackedMatrix:
-    """A matrix of ``channels`` inputs and ``outputs`` outputs in packed form; see the module for the layout.
-
-    Attributes:
-        group: channels that share a row of scales.
-    """
-
-    values: Tensor
-    scales: Tensor | None
-    zeros: Tensor | None
-    channels: int
-    outputs: int
-    bits: int
-    group: int
-
-
-class PackedExperts(PackedMatrix):
-    """The matrices of a layer's experts: the tensors of `PackedMatrix` with a leading dimension [E]."""
-
-    def __getitem__(self, expert: int) -> PackedMatrix:
-        scales, zeros = (None if part is None else part[expert] for part in (self.scales, self.zeros))
-        return PackedMatrix(self.values[expert], scales, zeros, self.channels, self.outputs, self.bits, self.group)
 
 
 def padded(outputs: int) -> int:

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.packed import PackedExperts, PackedMatrix
 from edgexpert.packing.format import DENSE, DTYPES, EXPERTS, MANIFEST, LayerLayout, Manifest, MatrixLayout, read_manifest
-from edgexpert.packing.matrix import PackedExperts, PackedMatrix
 
 
 def is_pack(folder: Path) -> bool:

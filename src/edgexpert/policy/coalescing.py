@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from edgexpert.kernels import native
+
 
 def salient_channels(
     score: Tensor, mask: Tensor, pair_expert: Tensor, pair_depth: Tensor, num_experts: int, selection_ratio: float
@@ -24,6 +26,8 @@ def salient_channels(
     Returns:
         bool [E, C].
     """
+    if native.computes(score):
+        return native.salient_channels(score, mask, pair_expert, pair_depth, num_experts, selection_ratio)
     depths = int(pair_depth.max()) + 1
     group = pair_expert * depths + pair_depth
     channel_score = score.new_zeros(num_experts * depths, score.shape[1]).index_add_(0, group, score)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from edgexpert.kernels import native
 from edgexpert.plan import Routing, Scores
 from edgexpert.stage import TokenTree
 
@@ -66,12 +67,14 @@ def needed_channels(activations: Tensor, routing: Routing, keep_channels: float)
     Returns:
         bool [P, C].
     """
+    if native.computes(activations):
+        return native.needed_channels(activations, routing, keep_channels)
     token, slot = routing.pairs
     importance = activations.float().abs() * routing.pair_weight.float().abs()[:, None]  # [P, C]
     by_token = importance.new_zeros(*routing.experts.shape, importance.shape[1])  # [T, k, C]
     by_token[token, slot] = importance
     ranked = by_token.flatten(1).sort(1, descending=True).values  # [T, k * C]
-    total = ranked.cumsum(1)
+    total = ranked.double().cumsum(1)
     kept = (total - ranked < keep_channels * total[:, -1:]).sum(1, keepdim=True)  # a sum that starts below the share
     least = ranked.gather(1, (kept - 1).clamp(min=0))  # [T, 1]
     mask = importance >= least[token]
