@@ -23,7 +23,7 @@ float least_of_share(const float* values, std::int64_t n, double share, std::vec
   for (int bin = kBins - 1; bin >= 0; --bin) total += sums[bin];
   double target = share * total, held = 0;
   int bin = kBins - 1;
-  while (bin > 0 && held + sums[bin] < target) held += sums[bin--];
+  while (bin > 0 && (sums[bin] == 0 || held + sums[bin] < target)) held += sums[bin--];
   boundary.clear();
   for (std::int64_t i = 0; i < n; ++i)
     if (bin_of(values[i]) == bin) boundary.push_back(values[i]);
