@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "isa.h"
+#include "layer.h"
 #include "pool.h"
 #include "select.h"
 
@@ -47,6 +48,26 @@ NB_MODULE(_native, m) {
   m.def("select_isa", [](const std::string& name) { return select_isa(name.c_str()); });
   m.def("set_threads", &set_threads, nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &threads);
+
+  nb::class_<AttentionLayer>(m, "AttentionLayer")
+      .def("__init__",
+           [](AttentionLayer* self, const Weights& query, const Weights& key, const Weights& value, const Weights& output,
+              Address query_bias, Address key_bias, Address value_bias, Address output_bias, Address norm, Address query_norm,
+              Address key_norm, bool norm_per_head, std::int64_t heads, std::int64_t kv_heads, std::int64_t dim, float eps,
+              float scale, float residual, float clip) {
+             new (self) AttentionLayer{query, key, value, output, at<const float>(query_bias), at<const float>(key_bias),
+                                       at<const float>(value_bias), at<const float>(output_bias), at<const float>(norm),
+                                       at<const float>(query_norm), at<const float>(key_norm), norm_per_head, heads, kv_heads,
+                                       dim, eps, scale, residual, clip};
+           })
+      .def(
+          "run",
+          [](const AttentionLayer& layer, Address x, std::int64_t tokens, Address cos, Address sin, Address keys, Address values,
+             std::int64_t capacity, std::int64_t length, Address mask, Address out) {
+            attention_layer(layer, at<const float>(x), tokens, at<const float>(cos), at<const float>(sin), at<float>(keys),
+                            at<float>(values), capacity, length, at<const bool>(mask), at<float>(out));
+          },
+          nb::call_guard<nb::gil_scoped_release>());
 
   m.def("group", [](std::int64_t pairs, std::int64_t count, Address expert, Address token, Address experts, Address offsets,
                     Address tokens, Address order) {

@@ -58,7 +58,7 @@ class RouterWeight(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def _attention(
+def attention_interface(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -70,7 +70,7 @@ def _attention(
     return dense.attention(query[0], key[0], value[0], mask, scale)[None], None
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, _attention)
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_interface)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)  # a stage brings its own; a text needs none
 
 

@@ -10,6 +10,7 @@ PyTorch, 4- and 8-bit products are equal bit for bit; activation functions (and 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -156,6 +157,43 @@ def salient_channels(
     arrays = [t.contiguous() for t in (score, mask, pair_expert, pair_depth)]
     _native.salient_channels(*(t.data_ptr() for t in arrays), pairs, channels, selection_ratio, num_experts, loaded.data_ptr())
     return loaded
+
+
+def attention_layer(
+    matrices: Sequence[PackedMatrix],
+    biases: Sequence[Tensor | None],
+    norm: Tensor,
+    head_norms: Sequence[Tensor | None],
+    *,
+    per_head: bool,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    eps: float,
+    scale: float,
+    residual: float,
+    clip: float,
+) -> Any:
+    """The attention half of a decoder layer, see csrc/layer.h. Its tensors must outlive it.
+
+    Args:
+        matrices: of queries, keys, values and output; ``biases`` likewise.
+        head_norms: RMSNorm of queries and of keys, for each head or (not ``per_head``) over all heads together.
+    """
+    addresses = [_address(t, torch.float32) for t in (*biases, norm, *head_norms)]
+    bound = [_bind(matrix) for matrix in matrices]
+    return _native.AttentionLayer(*bound, *addresses, per_head, heads, kv_heads, dim, eps, scale, residual, clip)
+
+
+def run_attention_layer(
+    layer: Any, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int, mask: Tensor | None, out: Tensor
+) -> None:
+    """``out`` = ``x`` [1, T, H] + its attention; appends to the cache ``keys`` and ``values`` [1, kv heads, capacity, dim] behind
+    ``length`` tokens."""
+    arrays = [_address(t, torch.float32) for t in (cos, sin, keys, values)]
+    _native.AttentionLayer.run(
+        layer, x.data_ptr(), x.shape[1], *arrays, keys.shape[2], length, _address(mask, torch.bool), out.data_ptr()
+    )
 
 
 def linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:

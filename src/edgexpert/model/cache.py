@@ -29,12 +29,17 @@ class TreeLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        end = self.length + key_states.shape[2]
-        assert end <= self.capacity, "the engine checks the context before a stage"
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        start = self.append(key_states.shape[2])
+        self.keys[:, :, start : self.length] = key_states
+        self.values[:, :, start : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def append(self, tokens: int) -> int:
+        """Makes room for ``tokens`` behind the others, to be filled in by the caller; returns where they begin."""
+        start = self.length
+        assert start + tokens <= self.capacity, "the engine checks the context before a stage"
+        self.length = start + tokens
+        return start
 
     def keep(self, prefix: int, path: Tensor) -> None:
         """Keeps the first ``prefix`` entries and, behind them, those at ``prefix + path``."""

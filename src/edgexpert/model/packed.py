@@ -14,6 +14,7 @@ from edgexpert.kernels.experts import PackedExpertWeights
 from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RouterWeight, RowNorm
 from edgexpert.kernels.packed import ACTIVATIONS, PackedMatrix
 from edgexpert.model.blocks import MoeBlock, find_blocks
+from edgexpert.model.native_layer import use_native_layers
 from edgexpert.packing.format import LayerLayout
 from edgexpert.packing.reading import Pack
 
@@ -54,10 +55,11 @@ def load_pack(folder: Path) -> PreTrainedModel:
     missing = [name for name, p in model.named_parameters() if p.is_meta and id(p) not in experts]
     if missing:
         raise UserError(f"{folder} lacks the tensor {missing[0]}; convert the checkpoint again")
+    use_native_layers(model.eval())
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    return model
 
 
 def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWeights:

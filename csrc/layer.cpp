@@ -1,0 +1,69 @@
+#include "layer.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "dense.h"
+
+namespace edgexpert {
+namespace {
+
+void normalise(const float* weight, bool per_head, float* x, std::int64_t tokens, std::int64_t heads, std::int64_t dim, float eps) {
+  if (!weight) return;
+  if (per_head)
+    rms_norm(x, weight, x, tokens * heads, dim, eps);
+  else
+    rms_norm(x, weight, x, tokens, heads * dim, eps);
+}
+
+// Rotates a head [dim] by halves: (a, b) -> (a cos - b sin, b cos + a sin).
+void rotate(const float* x, const float* cos, const float* sin, std::int64_t dim, float* out) {
+  const std::int64_t half = dim / 2;
+  for (std::int64_t i = 0; i < half; ++i) {
+    const float a = x[i], b = x[i + half];
+    out[i] = a * cos[i] - b * sin[i];
+    out[i + half] = b * cos[i + half] + a * sin[i + half];
+  }
+}
+
+}  // namespace
+
+void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin,
+                     float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out) {
+  const std::int64_t hidden = layer.query.channels, dim = layer.dim;
+  const std::int64_t query_width = layer.heads * dim, key_width = layer.kv_heads * dim;
+  thread_local std::vector<float> normed, query, key, value, attended;
+  normed.resize(tokens * hidden);
+  query.resize(tokens * query_width);
+  key.resize(tokens * key_width);
+  value.resize(tokens * key_width);
+  attended.resize(tokens * query_width);
+
+  rms_norm(x, layer.norm, normed.data(), tokens, hidden, layer.eps);
+  linear(layer.query, normed.data(), tokens, layer.query_bias, query.data());
+  linear(layer.key, normed.data(), tokens, layer.key_bias, key.data());
+  linear(layer.value, normed.data(), tokens, layer.value_bias, value.data());
+  normalise(layer.query_norm, layer.norm_per_head, query.data(), tokens, layer.heads, dim, layer.eps);
+  normalise(layer.key_norm, layer.norm_per_head, key.data(), tokens, layer.kv_heads, dim, layer.eps);
+  if (layer.clip > 0)
+    for (auto* states : {&query, &key, &value})
+      for (float& state : *states) state = std::clamp(state, -layer.clip, layer.clip);
+
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    for (std::int64_t head = 0; head < layer.heads; ++head) {
+      float* state = query.data() + t * query_width + head * dim;
+      rotate(state, cos + t * dim, sin + t * dim, dim, state);
+    }
+    for (std::int64_t head = 0; head < layer.kv_heads; ++head) {
+      const std::int64_t from = t * key_width + head * dim, to = (head * capacity + length + t) * dim;
+      rotate(key.data() + from, cos + t * dim, sin + t * dim, dim, keys + to);
+      std::copy_n(value.data() + from, dim, values + to);
+    }
+  }
+  attention({query.data(), keys, values, dim, query_width, capacity * dim, dim, capacity * dim, dim, mask, attended.data(),
+             layer.heads, layer.kv_heads, tokens, length + tokens, dim, dim, layer.scale});
+  linear(layer.output, attended.data(), tokens, layer.output_bias, out);
+  for (std::int64_t i = 0; i < tokens * hidden; ++i) out[i] = x[i] + out[i] * layer.residual;
+}
+
+}  // namespace edgexpert
