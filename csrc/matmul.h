@@ -24,7 +24,7 @@ struct Prefetch {
 
   void advance(std::int64_t lines) {
     for (; lines > 0 && row < count; --lines) {
-      __builtin_prefetch(rows[row] + offset, 0, 2);
+      __builtin_prefetch(rows[row] + offset, 0, 3);
       offset += 64;
       if (offset >= bytes) {
         offset = 0;
@@ -113,7 +113,7 @@ struct Quantised {
   void run() {
     for (std::int64_t r = 0; r < p.rows; r += kRows) {
       const std::int64_t rows = smaller(kRows, p.rows - r);
-      const std::int64_t block = larger(unit, kAccumulators / rows / unit * unit);
+      const std::int64_t block = larger(unit, kAccumulators / 2 / rows / unit * unit);
       for (std::int64_t c = p.begin; c < p.end; c += block) columns(r, rows, c, smaller(block, p.end - c));
     }
   }
@@ -146,6 +146,9 @@ struct Quantised {
     const std::uint16_t* scale_row = p.scales + g * p.padded + c;
     const std::uint8_t* zero_row = p.zeros ? p.zeros + g * p.padded + c : nullptr;
     std::int64_t offset = at * B::bits / 8;
+
+    if (g + 1 < p.groups)
+      for (std::int64_t i = 0; i < valid; i += 32) __builtin_prefetch(scale_row + p.padded + i, 0, 2);
 
     // The last unit of a row is copied, so that no load goes beyond the row.
     alignas(64) std::uint16_t scale_copy[unit];
