@@ -82,12 +82,12 @@ struct Avx512 {
 
   // Sixteen floats of four vectors with four outputs a lane -> sixteen consecutive outputs of each lane.
   static void gather_lanes(const F* v, float* out, int lane_outputs) {
-    const F a = _mm512_shuffle_f32x4(v[0], v[1], 0x44), b = _mm512_shuffle_f32x4(v[2], v[3], 0x44);
-    const F c = _mm512_shuffle_f32x4(v[0], v[1], 0xee), d = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
-    store(out, _mm512_shuffle_f32x4(a, b, 0x88));
-    store(out + lane_outputs, _mm512_shuffle_f32x4(a, b, 0xdd));
-    store(out + 2 * lane_outputs, _mm512_shuffle_f32x4(c, d, 0x88));
-    store(out + 3 * lane_outputs, _mm512_shuffle_f32x4(c, d, 0xdd));
+    for (int k = 0; k < 4; ++k) {
+      _mm_storeu_ps(out + 4 * k, _mm512_extractf32x4_ps(v[k], 0));
+      _mm_storeu_ps(out + 4 * k + lane_outputs, _mm512_extractf32x4_ps(v[k], 1));
+      _mm_storeu_ps(out + 4 * k + 2 * lane_outputs, _mm512_extractf32x4_ps(v[k], 2));
+      _mm_storeu_ps(out + 4 * k + 3 * lane_outputs, _mm512_extractf32x4_ps(v[k], 3));
+    }
   }
 
   struct Sums {
