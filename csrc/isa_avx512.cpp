@@ -27,15 +27,9 @@ struct Avx512 {
   static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F multiply(F a, F b) { return _mm512_mul_ps(a, b); }
-  static F floats(I a) { return _mm512_cvtepi32_ps(a); }
   static F value(float x) { return _mm512_set1_ps(x); }
   static I integer(std::int32_t x) { return _mm512_set1_epi32(x); }
   static I times(I a, std::int32_t x) { return _mm512_mullo_epi32(a, _mm512_set1_epi32(x)); }
-  static F bfloat16(const std::uint8_t* p) {
-    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-  }
-
   // See isa_avx2.cpp.
   static __m512i in_order(__m512i sum) {
 #ifndef EDGEXPERT_EMULATE_AVX512
@@ -45,14 +39,27 @@ struct Avx512 {
   }
 
   static __m512i bytes(const void* p) { return _mm512_loadu_si512(p); }
-#ifdef EDGEXPERT_EMULATE_AVX512  // SIMDe has no 512-bit conversion from float16
+#ifdef EDGEXPERT_EMULATE_AVX512  // SIMDe lacks these conversions
+  static F join(__m256 low, __m256 high) { return _mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1); }
+  static F floats(I a) {
+    return join(_mm256_cvtepi32_ps(_mm512_castsi512_si256(a)), _mm256_cvtepi32_ps(_mm512_extracti64x4_epi64(a, 1)));
+  }
+  static __m512i widen(__m256i half) {
+    const __m512i low = _mm512_castsi256_si512(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(half)));
+    return _mm512_inserti64x4(low, _mm256_cvtepu16_epi32(_mm256_extracti128_si256(half, 1)), 1);
+  }
   static F float16(__m256i h) {
-    const F low = _mm512_castps256_ps512(_mm256_cvtph_ps(_mm256_castsi256_si128(h)));
-    return _mm512_insertf32x8(low, _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)), 1);
+    return join(_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)));
   }
 #else
+  static F floats(I a) { return _mm512_cvtepi32_ps(a); }
+  static __m512i widen(__m256i half) { return _mm512_cvtepu16_epi32(half); }
   static F float16(__m256i h) { return _mm512_cvtph_ps(h); }
 #endif
+  static F bfloat16(const std::uint8_t* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(widen(half), 16));
+  }
 
   template <class Use>
   static __attribute__((always_inline)) void interleave(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
@@ -76,12 +83,12 @@ struct Avx512 {
 
   // Sixteen floats of four vectors with four outputs a lane -> sixteen consecutive outputs of each lane.
   static void gather_lanes(const F* v, float* out, int lane_outputs) {
-    const F a = _mm512_shuffle_f32x4(v[0], v[1], 0x44), b = _mm512_shuffle_f32x4(v[2], v[3], 0x44);
-    const F c = _mm512_shuffle_f32x4(v[0], v[1], 0xee), d = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
-    store(out, _mm512_shuffle_f32x4(a, b, 0x88));
-    store(out + lane_outputs, _mm512_shuffle_f32x4(a, b, 0xdd));
-    store(out + 2 * lane_outputs, _mm512_shuffle_f32x4(c, d, 0x88));
-    store(out + 3 * lane_outputs, _mm512_shuffle_f32x4(c, d, 0xdd));
+    for (int k = 0; k < 4; ++k) {
+      _mm_storeu_ps(out + 4 * k, _mm512_extractf32x4_ps(v[k], 0));
+      _mm_storeu_ps(out + 4 * k + lane_outputs, _mm512_extractf32x4_ps(v[k], 1));
+      _mm_storeu_ps(out + 4 * k + 2 * lane_outputs, _mm512_extractf32x4_ps(v[k], 2));
+      _mm_storeu_ps(out + 4 * k + 3 * lane_outputs, _mm512_extractf32x4_ps(v[k], 3));
+    }
   }
 
   struct Sums {

@@ -67,10 +67,11 @@ void list_channels(const Weights& w, const bool* loaded, std::int32_t* channels,
   std::int64_t n = 0;
   quads[0] = 0;
   for (std::int64_t g = 0; g < blocks; ++g) {
-    std::int32_t last = 0;
-    for (std::int64_t c = g * block; c < std::min((g + 1) * block, w.channels); ++c)
-      if (!loaded || loaded[c]) channels[n++] = last = static_cast<std::int32_t>(c);
-    while (n % 4) channels[n++] = -1 - last;
+    for (std::int64_t c = g * block; c < std::min((g + 1) * block, w.channels); ++c) {
+      channels[n] = static_cast<std::int32_t>(c);  // without a branch: a random selection cannot be predicted
+      n += !loaded || loaded[c];
+    }
+    for (const std::int64_t last = n - 1; n % 4; ++n) channels[n] = -1 - channels[last];
     quads[g + 1] = static_cast<std::int32_t>(n / 4);
   }
 }

@@ -20,11 +20,11 @@ inline std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : 
 // Walks over the rows of the next group while this one is multiplied, so that its bytes arrive in the order of memory.
 struct Prefetch {
   const std::uint8_t* const* rows;
-  std::int64_t count, bytes, row = 0, offset = 0;
+  std::int64_t count, bytes, lines = 0, row = 0, offset = 0;
 
-  void advance(std::int64_t lines) {
-    for (; lines > 0 && row < count; --lines) {
-      __builtin_prefetch(rows[row] + offset, 0, 2);
+  inline __attribute__((always_inline)) void advance() {
+    for (std::int64_t i = 0; i < lines && row < count; ++i) {
+      __builtin_prefetch(rows[row] + offset, 0, 3);
       offset += 64;
       if (offset >= bytes) {
         offset = 0;
@@ -113,7 +113,7 @@ struct Quantised {
   void run() {
     for (std::int64_t r = 0; r < p.rows; r += kRows) {
       const std::int64_t rows = smaller(kRows, p.rows - r);
-      const std::int64_t block = larger(unit, kAccumulators / rows / unit * unit);
+      const std::int64_t block = larger(unit, kAccumulators / 2 / rows / unit * unit);
       for (std::int64_t c = p.begin; c < p.end; c += block) columns(r, rows, c, smaller(block, p.end - c));
     }
   }
@@ -126,11 +126,10 @@ struct Quantised {
     for (std::int64_t g = 0; g < p.groups; ++g) {
       const std::int64_t count_next = g + 1 < p.groups ? find_rows(g + 1, c, next) : 0;
       Prefetch ahead{next, count_next, width * B::bits / 8};
-      const std::int64_t lines = (count_next * ((width * B::bits / 8 + 63) / 64) + units - 1) / units;
-      for (std::int64_t u = 0; u < units && count; ++u) {
-        ahead.advance(lines);
-        group(g, r, rows, now, count, c + u * unit, u * unit, smaller(unit, width - u * unit), stride);
-      }
+      const std::int64_t steps = larger(1, units * count / 4);
+      ahead.lines = (count_next * ((width * B::bits / 8 + 63) / 64) + steps - 1) / steps;
+      for (std::int64_t u = 0; u < units && count; ++u)
+        group(g, r, rows, now, count, ahead, c + u * unit, u * unit, smaller(unit, width - u * unit), stride);
       const std::uint8_t** swap = now;
       now = next;
       next = swap;
@@ -140,12 +139,15 @@ struct Quantised {
   }
 
   // One unit of one group: columns from c, which are from `at` in the accumulators; `valid` of them exist.
-  void group(std::int64_t g, std::int64_t r, std::int64_t rows, const std::uint8_t** row, std::int64_t count, std::int64_t c,
-             std::int64_t at, std::int64_t valid, std::int64_t stride) {
+  void group(std::int64_t g, std::int64_t r, std::int64_t rows, const std::uint8_t** row, std::int64_t count,
+             Prefetch& ahead, std::int64_t c, std::int64_t at, std::int64_t valid, std::int64_t stride) {
     const std::int64_t quads = count / 4;
     const std::uint16_t* scale_row = p.scales + g * p.padded + c;
     const std::uint8_t* zero_row = p.zeros ? p.zeros + g * p.padded + c : nullptr;
     std::int64_t offset = at * B::bits / 8;
+
+    if (g + 1 < p.groups)
+      for (std::int64_t i = 0; i < valid; i += 32) __builtin_prefetch(scale_row + p.padded + i, 0, 3);
 
     // The last unit of a row is copied, so that no load goes beyond the row.
     alignas(64) std::uint16_t scale_copy[unit];
@@ -177,15 +179,20 @@ struct Quantised {
       const std::int8_t* x = static_cast<const std::int8_t*>(p.x[r]) + first;
       const std::int32_t sum = -p.sums[r][g];
       float* accumulator = accumulators + at;
-      const auto weights = [=](std::int64_t q, auto use) __attribute__((always_inline)) { B::unpack(row + 4 * q, offset, use); };
+      const auto weights = [&](std::int64_t q, auto use) __attribute__((always_inline)) {
+        ahead.advance();
+        B::unpack(row + 4 * q, offset, use);
+      };
       const auto start = [&](int, int n) __attribute__((always_inline)) {
         return zero_row ? V::times(zeros[n], sum) : V::integer(B::zero * sum);
       };
       tile<B, 1, B::vectors>(weights, quads, &x, start, scales, &accumulator);
       return;
     }
-    for (std::int64_t q = 0; q < quads; ++q)
+    for (std::int64_t q = 0; q < quads; ++q) {
+      ahead.advance();
       B::unpack(row + 4 * q, offset, [&](int n, typename B::W w) __attribute__((always_inline)) { unpacked[q * B::vectors + n] = w; });
+    }
     std::int64_t i = 0;
     for (; i + B::rows <= rows; i += B::rows) tiles<B::rows>(g, r + i, i, first, quads, zero_row ? zeros : nullptr, scales, at, stride);
     for (; i < rows; ++i) tiles<1>(g, r + i, i, first, quads, zero_row ? zeros : nullptr, scales, at, stride);
