@@ -17,6 +17,7 @@ from edgexpert.conversion.options import Options, parse_keep
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.conversion.writer import JOURNAL, Writer
 from edgexpert.errors import UserError
+from edgexpert.model.loading import load_model
 from edgexpert.packing.format import DENSE, EXPERTS, MANIFEST
 from edgexpert.packing.matrix import PackedMatrix, dequantise, quantise
 from edgexpert.packing.reading import Pack, verify
@@ -89,6 +90,13 @@ def test_a_tied_head_gets_a_copy_of_its_own(tmp_path: Path) -> None:
     head, embeddings = dense["lm_head.weight"], dense["model.embed_tokens.weight"]
     assert isinstance(head, PackedMatrix) and head.bits == 8
     assert torch.equal(embeddings, model.get_input_embeddings().weight)
+
+
+def test_the_bundled_model_is_a_source_too(tmp_path: Path) -> None:
+    convert(open_source("stories"), tmp_path / "out", Options(16))
+    weights = float_weights(tmp_path / "out")
+    state = load_model("stories").model.state_dict()
+    assert all(torch.equal(weights[name].bfloat16(), tensor.bfloat16()) for name, tensor in state.items())
 
 
 def test_floats_keep_their_type(tmp_path: Path) -> None:
