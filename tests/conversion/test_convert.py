@@ -17,6 +17,7 @@ from edgexpert.conversion.options import Options, parse_keep
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.conversion.writer import JOURNAL, Writer
 from edgexpert.errors import UserError
+from edgexpert.model.loading import load_model
 from edgexpert.packing.format import DENSE, EXPERTS, MANIFEST
 from edgexpert.packing.matrix import PackedMatrix, dequantise, quantise
 from edgexpert.packing.reading import Pack, verify
@@ -91,6 +92,13 @@ def test_a_tied_head_gets_a_copy_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(embeddings, model.get_input_embeddings().weight)
 
 
+def test_the_bundled_model_is_a_source_too(tmp_path: Path) -> None:
+    convert(open_source("stories"), tmp_path / "out", Options(16))
+    weights = float_weights(tmp_path / "out")
+    state = load_model("stories").model.state_dict()
+    assert all(torch.equal(weights[name].bfloat16(), tensor.bfloat16()) for name, tensor in state.items())
+
+
 def test_floats_keep_their_type(tmp_path: Path) -> None:
     model, _ = checkpoint("olmoe", tmp_path / "source")
     model.float().save_pretrained(tmp_path / "float")
@@ -121,14 +129,14 @@ def test_killed_again_and_again_it_ends_with_the_same_files(
     monkeypatch.setattr(Writer, moment, dying)
     done = False
     while not done:
-        countdown[0] = 7 + 60 * (moment == "_write")
+        countdown[0] = 7 + 40 * (moment == "_write")
         try:
             convert(source, tmp_path / "out", Options(4, 8))
             done = True
         except Killed:
             kills += 1
             assert not (tmp_path / "out").exists() and (tmp_path / "out.unfinished").is_dir()
-    assert kills > 2
+    assert kills >= 2
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["out", "source", "whole"]
     for name in (EXPERTS, DENSE, MANIFEST):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgexpert.errors import UserError
-from edgexpert.packing.matrix import LEVELS, PADDING, decode, dequantise, quantise
+from edgexpert.packing.matrix import LEVELS, PADDING, columns, decode, dequantise, quantise, relative_error
 
 
 def weights(channels: int, outputs: int, seed: int) -> torch.Tensor:
@@ -48,6 +48,15 @@ def test_the_best_of_several_scales_beats_each_alone() -> None:
         scale = (-extreme / level).half().float()
         alone = ((weight.unflatten(0, (2, 32)) / scale).round().clamp(-8, 7) * scale).flatten(0, 1)
         assert error < (alone - weight).norm()
+
+
+@pytest.mark.parametrize(("bits", "zero_point"), [(4, False), (4, True), (8, False), (16, False)])
+def test_some_columns_of_a_matrix_are_those_of_the_whole(bits: int, zero_point: bool) -> None:
+    weight = weights(32, 300, 3)
+    packed = quantise(weight, bits, 8, zero_point)
+    assert torch.equal(dequantise(columns(packed, 64, 290)), dequantise(packed)[:, 64:290])
+    error = (dequantise(packed) - weight).norm() / weight.norm()
+    assert relative_error(weight, packed) == pytest.approx(float(error), rel=1e-4)
 
 
 def test_sixteen_bits_are_bfloat16() -> None:

@@ -31,6 +31,8 @@ SEQUENCES = 128
 LENGTH = 512
 ENOUGH_TOKENS = 32
 """Calibration tokens that an expert must see; with fewer it is rounded to nearest."""
+PRIOR_TOKENS = 256
+"""As how many tokens of its own an expert's gate and up count the layer's average input, so that few tokens mislead less."""
 VALUES_AT_ONCE = 1 << 26
 """Floats in the matrices and Hessians of the experts that are rounded side by side."""
 
@@ -175,15 +177,16 @@ def _round_experts(block: MoeBlock, routed: Routed, layout: Layout, options: Opt
     counts = [len(routed.of(expert)) for expert in range(block.num_experts)]
     enough = [expert for expert, count in enumerate(counts) if count >= ENOUGH_TOKENS]
     bias = weights.gate_up_bias
+    prior = routed.inputs.t() @ routed.inputs * (PRIOR_TOKENS / len(routed.inputs))
     packed: dict[str, dict[int, PackedMatrix]] = {"gate_up": {}, "down": {}}
     for first in range(0, len(enough), at_once):
         experts = enough[first : first + at_once]
         inputs = {expert: routed.of(expert) for expert in experts}
-        packed["gate_up"].update(_round_some(weights.gate_up, inputs, layer.gate_up.bits, options))
+        packed["gate_up"].update(_round_some(weights.gate_up, inputs, layer.gate_up.bits, options, prior))
         for expert, x in inputs.items():
             y = x @ dequantise(packed["gate_up"][expert])
             inputs[expert] = weights.apply_gate(y if bias is None else y + bias[expert])
-        packed["down"].update(_round_some(weights.down, inputs, layer.down.bits, options))
+        packed["down"].update(_round_some(weights.down, inputs, layer.down.bits, options, None))
     few = [expert for expert in range(block.num_experts) if expert not in packed["down"]]
     for part, parameter, bits in (("gate_up", weights.gate_up, layer.gate_up.bits), ("down", weights.down, layer.down.bits)):
         for expert in few:
@@ -197,8 +200,12 @@ def _round_experts(block: MoeBlock, routed: Routed, layout: Layout, options: Opt
         yield rounded
 
 
-def _round_some(parameter: Tensor, inputs: dict[int, Tensor], bits: int, options: Options) -> dict[int, PackedMatrix]:
+def _round_some(
+    parameter: Tensor, inputs: dict[int, Tensor], bits: int, options: Options, prior: Tensor | None
+) -> dict[int, PackedMatrix]:
     """GPTQ of the matrices [E, C, N] of some experts, on the inputs [n, C] of each."""
     hessians = torch.stack([x.t() @ x for x in inputs.values()])
+    if prior is not None:
+        hessians += prior
     packed = gptq(parameter[list(inputs)], hessians, bits, options.group_size, options.zero_point)
     return dict(zip(inputs, packed, strict=True))

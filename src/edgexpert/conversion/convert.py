@@ -17,7 +17,7 @@ from edgexpert.conversion.sources.source import Source
 from edgexpert.conversion.writer import Writer
 from edgexpert.errors import UserError
 from edgexpert.packing.format import Manifest
-from edgexpert.packing.matrix import PackedMatrix, dequantise, quantise
+from edgexpert.packing.matrix import PackedMatrix, quantise, relative_error
 from edgexpert.packing.reading import sha256
 
 Advance = Callable[[int, int], None]
@@ -129,10 +129,3 @@ def channel_major(layout: Layout, name: str, parameter: Tensor) -> Tensor:
     if name not in layout.experts:
         return parameter.t()[None]
     return parameter if layout.experts[name][0].transposed else parameter.transpose(1, 2)
-
-
-def relative_error(weight: Tensor, packed: PackedMatrix) -> float:
-    """Frobenius norm of what rounding changed, over that of the weights."""
-    weight = weight.float()
-    norm = weight.norm()
-    return float((weight - dequantise(packed)).norm() / norm) if norm > 0 else 0.0

@@ -49,17 +49,20 @@ class NativeLayer:
         watched = ALL_ATTENTION_FUNCTIONS[ATTENTION] is not attention_interface
         if not isinstance(cache, TreeCache) or len(hidden_states) != 1 or watched:
             return self.library(hidden_states, attention_mask=attention_mask, **kwargs)
+        between = self.attend(hidden_states.contiguous(), attention_mask, cache, *kwargs["position_embeddings"])
+        out = self.mlp(self.norm(between))
+        return between + (out if self.residual == 1.0 else out * self.residual)
+
+    def attend(self, hidden: Tensor, mask: Tensor | None, cache: TreeCache, cos: Tensor, sin: Tensor) -> Tensor:
+        """``hidden`` [1, T, H] and its attention, added."""
         states: TreeLayer = cache.tree_layers[self.index]
-        hidden, tokens = hidden_states.contiguous(), hidden_states.shape[1]
         if not states.is_initialized:
             shape = hidden.new_empty(1, self.kv_heads, 0, self.dim)
             states.lazy_initialization(shape, shape)
-        cos, sin = kwargs["position_embeddings"]
-        between = torch.empty_like(hidden)
-        native.run_attention_layer(self.native, hidden, cos, sin, states.keys, states.values, states.append(tokens),
-                                   attention_mask, between)
-        out = self.mlp(self.norm(between))
-        return between + (out if self.residual == 1.0 else out * self.residual)
+        out = torch.empty_like(hidden)
+        start = states.append(hidden.shape[1])
+        native.run_attention_layer(self.native, hidden, cos, sin, states.keys, states.values, start, mask, out)
+        return out
 
 
 def use_native_layers(model: PreTrainedModel) -> int:
@@ -91,18 +94,15 @@ def _has_the_parts(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def _same(model: PreTrainedModel, layer: nn.Module, candidate: NativeLayer) -> bool:
-    """Whether both give the same on three random tokens behind each other."""
+def _same(model: PreTrainedModel, layer: Any, candidate: NativeLayer) -> bool:
+    """Whether both halves give the same on three random tokens behind each other."""
     config = model.config.get_text_config()
     x = torch.randn(1, 3, config.hidden_size, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(3)[None]
     rotary = model.base_model.rotary_emb(x, position_ids=positions)
     if not isinstance(rotary, tuple):
         return False
-    results = []
-    for run in (layer.forward, candidate):
-        cache = TreeCache(len(decoder_layers(model)), 3)
-        results.append(run(x, attention_mask=None, position_ids=positions, cache=cache, use_cache=True,
-                           position_embeddings=rotary))
-    ours, theirs = results[1], results[0]
-    return isinstance(theirs, Tensor) and torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
+    ours, theirs = (TreeCache(len(decoder_layers(model)), 3) for _ in range(2))
+    added, *_ = layer.self_attn(hidden_states=layer.input_layernorm(x), position_embeddings=rotary, attention_mask=None, cache=theirs)
+    expected = x + candidate.residual * added
+    return torch.allclose(candidate.attend(x, None, ours, *rotary), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))

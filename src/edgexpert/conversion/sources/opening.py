@@ -7,11 +7,13 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
+from edgexpert.conversion.sources.bundled import BundledSource
 from edgexpert.conversion.sources.compressed_tensors import CompressedTensorsSource
 from edgexpert.conversion.sources.gguf import GgufSource
 from edgexpert.conversion.sources.huggingface import HuggingFaceSource, download
 from edgexpert.conversion.sources.source import Source
 from edgexpert.errors import UserError
+from edgexpert.model.bundled import is_packed
 from edgexpert.model.loading import resolve
 from edgexpert.packing.reading import is_pack
 
@@ -34,6 +36,8 @@ def open_source(name: str) -> Source:
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         first_line = str(error).strip().split("\n")[0][:200]
         raise UserError(f"the config.json of {name} cannot be read ({first_line})") from error
+    if is_packed(folder):
+        return BundledSource(folder, config, name)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None and quantised.get("quant_method") == "compressed-tensors":
         return CompressedTensorsSource(Path(folder), config, name)

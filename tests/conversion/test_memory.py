@@ -1,0 +1,63 @@
+"""However many layers a model has, a conversion takes the memory of about two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig
+
+from edgexpert.conversion.convert import convert
+from edgexpert.conversion.options import Options
+from edgexpert.conversion.sources.opening import open_source
+
+LAYERS = 8
+SHAPE = dict(
+    vocab_size=256, hidden_size=256, intermediate_size=256, moe_intermediate_size=256, num_experts=16, num_experts_per_tok=2,
+    num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+)
+LAYER_BYTES = 2 * 16 * 3 * 256 * 256
+PROCESS = Path("/proc/self")
+
+
+def resident(field: str) -> int:
+    """Bytes of this process in memory: now (VmRSS), or at most since the last reset (VmHWM)."""
+    line = next(line for line in (PROCESS / "status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def write_checkpoint(folder: Path, layers: int, experts: int) -> None:
+    """A checkpoint of random bfloat16 weights with a tensor for each expert, one file for each layer."""
+    Qwen3MoeConfig(**{**SHAPE, "num_hidden_layers": layers, "num_experts": experts}).save_pretrained(folder)
+    index: dict[str, str] = {}
+
+    def save(tensors: dict[str, tuple[int, ...]], name: str) -> None:
+        save_file({key: torch.randn(shape).bfloat16() for key, shape in tensors.items()}, folder / name)
+        index.update(dict.fromkeys(tensors, name))
+
+    save({"model.embed_tokens.weight": (256, 256), "lm_head.weight": (256, 256), "model.norm.weight": (256,)}, "rest.safetensors")
+    for layer in range(layers):
+        stem = f"model.layers.{layer}."
+        shapes = {
+            "self_attn.q_proj.weight": (256, 256), "self_attn.k_proj.weight": (128, 256), "self_attn.v_proj.weight": (128, 256),
+            "self_attn.o_proj.weight": (256, 256), "self_attn.q_norm.weight": (64,), "self_attn.k_norm.weight": (64,),
+            "input_layernorm.weight": (256,), "post_attention_layernorm.weight": (256,), "mlp.gate.weight": (experts, 256),
+            **{f"mlp.experts.{e}.{part}_proj.weight": (256, 256) for e in range(experts) for part in ("gate", "up", "down")},
+        }
+        save({stem + name: shape for name, shape in shapes.items()}, f"layer{layer}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+@pytest.mark.skipif(not (PROCESS / "clear_refs").exists(), reason="peak memory can only be reset on Linux")
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "small", 1, 2)
+    write_checkpoint(tmp_path / "large", LAYERS, 16)
+    convert(open_source(str(tmp_path / "small")), tmp_path / "warm", Options(4))  # what is loaded and allocated only once
+    source = open_source(str(tmp_path / "large"))
+    (PROCESS / "clear_refs").write_text("5")  # resets the peak
+    before = resident("VmRSS")
+    convert(source, tmp_path / "out", Options(4))
+    assert resident("VmHWM") - before < 2 * LAYER_BYTES + (8 << 20)  # the model has eight layers
