@@ -1,6 +1,7 @@
 // AVX2 (with F16C). A 4-bit sum runs in 16 bits for eight quads: 2 * 15 * 127 * 8 = 30480 fits.
 #include <immintrin.h>
 
+#include "avx2_four.h"
 #include "dense_isa.h"
 #include "matmul.h"
 
@@ -166,6 +167,6 @@ std::int64_t peak(std::int64_t rounds) {
 
 }  // namespace
 
-const Isa isa_avx2 = {"avx2", product<Avx2>, quantise, activate, add_scaled, read, peak, dot, rms_norm_row, attend};
+const Isa isa_avx2 = {"avx2", product_avx2<Avx2>, quantise, activate, add_scaled, read, peak, dot, rms_norm_row, attend};
 
 }  // namespace edgexpert
