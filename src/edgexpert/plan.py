@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Count = TypeVar("Count", float, NDArray[np.float64])
+"""One number, or one for each of many experts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +110,14 @@ class WeightFormat:
     group: int = 0
     scale: float = 0.0
 
+    def read(self, outputs: int, channels: Count, groups: Count) -> Count:
+        """Bytes of ``channels`` input channels of a matrix that touch ``groups`` rows of scales."""
+        return outputs * (channels * self.value + groups * self.scale)
+
+    def groups(self, channels: int) -> int:
+        """Rows of scales of a whole matrix."""
+        return channels // self.group if self.group else 0
+
 
 @dataclass(frozen=True)
 class ExpertShape:
@@ -128,17 +142,15 @@ class ExpertShape:
         return self._selected(selection, experts, self.intermediate, self.hidden)
 
     def _whole(self, channels: int, outputs: int) -> float:
-        groups = channels // self.format.group if self.format.group else 0
-        return outputs * (channels * self.format.value + groups * self.format.scale)
+        return self.format.read(outputs, channels, self.format.groups(channels))
 
     def _selected(self, selection: ChannelSelection | None, experts: int, channels: int, outputs: int) -> float:
         if selection is None:
             return experts * self._whole(channels, outputs)
-        loaded = outputs * self.format.value * int(selection.loaded.sum())
+        groups = 0
         if self.format.group:  # a row of scales is read if any channel of its group is
-            groups = selection.loaded.view(len(selection.loaded), -1, self.format.group).any(2)
-            loaded += outputs * self.format.scale * int(groups.sum())
-        return loaded
+            groups = int(selection.loaded.view(len(selection.loaded), -1, self.format.group).any(2).sum())
+        return self.format.read(outputs, int(selection.loaded.sum()), groups)
 
 
 @dataclass(frozen=True, eq=False)
