@@ -36,12 +36,14 @@ class AttentionShape:
 
     Attributes:
         before, after: matrices before the scores (queries, keys, values) and after them (output).
+        heads: query heads.
         cached: values that the KV cache keeps for a token.
         score_macs: multiplications of one token with one cached token, scores and weighted sum together.
     """
 
     before: tuple[Matrix, ...]
     after: tuple[Matrix, ...]
+    heads: int
     cached: int
     score_macs: int
 
@@ -49,7 +51,7 @@ class AttentionShape:
     def grouped(cls, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int) -> AttentionShape:
         queries, keys = heads * head_dim, kv_heads * head_dim
         before = (Matrix(inputs, queries), Matrix(inputs, keys), Matrix(inputs, keys))
-        return cls(before, (Matrix(queries, hidden),), 2 * keys, 2 * queries)
+        return cls(before, (Matrix(queries, hidden),), heads, 2 * keys, 2 * queries)
 
     @classmethod
     def latent(cls, config: Mapping[str, Any]) -> AttentionShape:
@@ -60,7 +62,7 @@ class AttentionShape:
         query = heads * (nope + rope)
         queries = (Matrix(hidden, rank), Matrix(rank, query)) if rank else (Matrix(hidden, query),)
         before = (*queries, Matrix(hidden, latent + rope), Matrix(latent, heads * (nope + values)))
-        return cls(before, (Matrix(heads * values, hidden),), latent + rope, heads * (2 * latent + rope))
+        return cls(before, (Matrix(heads * values, hidden),), heads, latent + rope, heads * (2 * latent + rope))
 
     @property
     def parameters(self) -> int:
