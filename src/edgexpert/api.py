@@ -47,10 +47,12 @@ def load(
     """
     chosen = _policy(policy, overrides)
     loaded = load_model(model, dtype=dtype, device=device)
-    host = HostedModel(loaded.model, chosen, read_calibrated(loaded.folder))
+    host = HostedModel(loaded.model, calibrated=read_calibrated(loaded.folder))
     drafting, notes = load_draft(draft, loaded.model, loaded.tokenizer, loaded.folder)
     weigher = ImportanceEncoder.from_pretrained(encoder) if encoder else None
-    return Engine(host, loaded.tokenizer, name=model, draft=drafting, encoder=weigher, notes=notes)
+    engine = Engine(host, loaded.tokenizer, name=model, draft=drafting, encoder=weigher, notes=notes)
+    engine.set_policy(chosen)
+    return engine
 
 
 def attach(

@@ -19,6 +19,7 @@ from edgexpert.errors import UserError
 from edgexpert.generation import Generation, Score, Timing
 from edgexpert.ledger import Ledger, Phase
 from edgexpert.model.host import HostedModel, StageOutput
+from edgexpert.model.storage import measure_experts, sample_text
 from edgexpert.policy import Policy
 from edgexpert.speculation.draft import Draft, TreeShape
 from edgexpert.speculation.sampling import Sampler, SamplingParams
@@ -58,6 +59,9 @@ class Engine:
         return self.host.policy
 
     def set_policy(self, policy: Policy) -> None:
+        """Decides by ``policy`` from now on; a policy that prepares weights has the experts' use measured once."""
+        if policy.stores_otherwise and self.host.statistics is None:
+            self.host.statistics = measure_experts(self.host, [self.encode(text) for text in sample_text()])
         self.host.set_policy(policy)
 
     @property
@@ -111,7 +115,10 @@ class Engine:
         run = Run(self.host.new_cache(len(ids) + room), [], ledger)
         tokens = torch.tensor(ids)
         importance = self._importance(ids, ledger) if self.policy.prompt_wise_expert_reuse else None
-        output = self._stage(Stage.prefill(tokens, importance=importance), run)
+        stage = Stage.prefill(tokens, importance=importance)
+        output = self._stage(stage, run)
+        if self.host.recorder is not None:
+            self.host.recorder.stage(stage, (), 1, 0)
         run.exact_prefill_experts = sum(
             n * block.shape.expert for n, block in zip(output.exact_experts, self.host.blocks, strict=True)
         )
@@ -161,9 +168,13 @@ class Engine:
     def decode_stage(self, run: Run, shape: TreeShape, sampler: Sampler) -> list[int]:
         """One verify stage: drafts, verifies, commits. Returns the tokens it emits, at least one."""
         tree = self.propose(run, shape)
-        output = self._stage(Stage.verify(tree, run.cache.length), run)
+        stage = Stage.verify(tree, run.cache.length)
+        output = self._stage(stage, run)
         path, next_token = accept(tree, output.logits, sampler, run.committed)
         new = self.commit(run, tree, path, output, next_token)
+        if self.host.recorder is not None:
+            reads = self.draft is not None and self.draft.bytes_read > 0
+            self.host.recorder.stage(stage, path, len(new), int(tree.depth.max()) if reads else 0)  # one pass a level
         run.speculation.record(tree.candidates, len(path) - 1, len(new))
         return new
 

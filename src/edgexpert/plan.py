@@ -119,6 +119,19 @@ class WeightFormat:
         return channels // self.group if self.group else 0
 
 
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """How a policy keeps the experts of one layer instead of the format that they are hosted in.
+
+    Attributes:
+        value: share of its usual value bytes that each expert takes, float64 [E]; scales stay as they are.
+        index_bits: bits of index beside every weight, pruned ones included.
+    """
+
+    value: Tensor
+    index_bits: float = 0.0
+
+
 @dataclass(frozen=True)
 class ExpertShape:
     """Sizes of one expert's two matrices. Gate and up are one matrix with 2I outputs (only up's I where there is no gate)."""
@@ -141,6 +154,13 @@ class ExpertShape:
         """The same of down."""
         return self._selected(selection, experts, self.intermediate, self.hidden)
 
+    def stored(self, storage: Storage, experts: Tensor) -> float:
+        """Bytes of whole experts, int64 [n], that are stored otherwise."""
+        weights = self.hidden * (self.gate_up_outputs + self.intermediate)
+        usual = weights * self.format.value
+        rest = self.expert - usual + weights * storage.index_bits / 8  # scales and index
+        return usual * float(storage.value[experts.cpu()].sum()) + len(experts) * rest
+
     def _whole(self, channels: int, outputs: int) -> float:
         return self.format.read(outputs, channels, self.format.groups(channels))
 
@@ -155,14 +175,24 @@ class ExpertShape:
 
 @dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """The whole decision of one MoE layer for one stage. ``None`` for a matrix means all of its channels."""
+    """The whole decision of one MoE layer for one stage. ``None`` for a matrix means all of its channels.
+
+    Attributes:
+        storage: how the experts are kept, if not as hosted; such a plan selects no channels.
+    """
 
     layer: int
     routing: Routing
     gate_up: ChannelSelection | None = None
     down: ChannelSelection | None = None
+    storage: Storage | None = None
+
+    def __post_init__(self) -> None:
+        assert self.storage is None or (self.gate_up is None and self.down is None), "stored otherwise, loaded whole"
 
     def bytes(self, shape: ExpertShape) -> float:
         """Expert weight bytes that this plan loads, each expert once."""
+        if self.storage is not None:
+            return shape.stored(self.storage, self.routing.loaded)
         experts = len(self.routing.loaded)
         return shape.gate_up(self.gate_up, experts) + shape.down(self.down, experts)

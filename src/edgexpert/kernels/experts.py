@@ -5,7 +5,7 @@ Weights are channel-major, so that a skipped input channel is a skipped row: gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,14 +43,7 @@ def run_experts(
     """
     token, _ = routing.pairs
     groups = list(_by_expert(routing))
-    read = 0
-    activations = x.new_zeros(len(token), weights.down.shape[1])
-    for expert, pairs in groups:
-        y, count = _product(x[token[pairs]], weights.gate_up[expert], gate_up, expert, pairs)
-        read += count
-        if weights.gate_up_bias is not None:
-            y = y + weights.gate_up_bias[expert]
-        activations[pairs] = weights.apply_gate(y)
+    activations, read = _activations(x[token], groups, weights, gate_up)
 
     down = select_down(activations)
     out = torch.zeros_like(x)
@@ -61,6 +54,26 @@ def run_experts(
             y = y + weights.down_bias[expert]
         out.index_add_(0, token[pairs], (y * routing.pair_weight[pairs, None]).to(x.dtype))
     return out, down, read
+
+
+def down_inputs(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+    """What goes into the down matrix of each pair where gate/up is loaded whole, [P, I]."""
+    return _activations(x[routing.pairs[0]], list(_by_expert(routing)), weights, None)[0]
+
+
+def _activations(
+    x: Tensor, groups: Sequence[tuple[int, Tensor]], weights: ExpertWeights, gate_up: ChannelSelection | None
+) -> tuple[Tensor, int]:
+    """Activations [P, I] that gate/up gives for the pairs' inputs [P, H], and the weight bytes read."""
+    read = 0
+    activations = x.new_zeros(len(x), weights.down.shape[1])
+    for expert, pairs in groups:
+        y, count = _product(x[pairs], weights.gate_up[expert], gate_up, expert, pairs)
+        read += count
+        if weights.gate_up_bias is not None:
+            y = y + weights.gate_up_bias[expert]
+        activations[pairs] = weights.apply_gate(y)
+    return activations, read
 
 
 def _by_expert(routing: Routing) -> Iterator[tuple[int, Tensor]]:

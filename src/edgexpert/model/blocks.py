@@ -6,7 +6,7 @@ A block is a router that returns (logits, weights, expert indices) beside an exp
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ class MoeBlock:
     layer: int
     router: Any
     experts: Any
+    hosted: dict[str, Tensor] = field(default_factory=dict)  # weights as they came, while others stand in for them
 
     @property
     def gate_up_name(self) -> str:
@@ -65,6 +66,19 @@ class MoeBlock:
                 parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
             elif not wanted and not parameter.is_contiguous():
                 parameter.data = parameter.data.contiguous()
+
+    def lend_copies(self) -> None:
+        """Puts copies in the place of the experts' weights, to be changed at will until `restore`."""
+        for name in (self.gate_up_name, "down_proj"):
+            parameter = getattr(self.experts, name)
+            self.hosted[name] = parameter.data
+            parameter.data = parameter.data.clone()
+
+    def restore(self) -> None:
+        """Puts the experts' own weights back."""
+        for name, weight in self.hosted.items():
+            getattr(self.experts, name).data = weight
+        self.hosted.clear()
 
     def weights(self) -> ExpertWeights:
         """The experts' weights as channel-major views."""

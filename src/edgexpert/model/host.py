@@ -20,13 +20,15 @@ from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from edgexpert.errors import UserError
-from edgexpert.kernels.experts import run_experts
+from edgexpert.kernels.experts import down_inputs, run_experts
 from edgexpert.ledger import Ledger, Phase
 from edgexpert.model.attention import stage_mask, watch_received_attention
 from edgexpert.model.batch import route, select_channels
 from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes, find_blocks
 from edgexpert.model.cache import TreeCache, bytes_per_token
-from edgexpert.plan import ChannelSelection, LayerPlan, Routing
+from edgexpert.model.recorder import LayerRecord, Recorder
+from edgexpert.model.storage import ExpertStatistics, store_experts
+from edgexpert.plan import ChannelSelection, LayerPlan, Routing, Scores
 from edgexpert.policy import Hyperparameters, Policy
 from edgexpert.stage import Stage
 
@@ -56,7 +58,8 @@ class Pass:
 
     stages: list[Stage]
     plans: dict[int, LayerPlan] = field(default_factory=dict)
-    exact_experts: dict[int, int] = field(default_factory=dict)
+    exact: dict[int, Routing] = field(default_factory=dict)
+    scores: dict[int, Scores] = field(default_factory=dict)
     routings: dict[int, Routing] = field(default_factory=dict)
     fused: dict[int, Tensor] = field(default_factory=dict)
     received: dict[int, Tensor] = field(default_factory=dict)
@@ -64,7 +67,12 @@ class Pass:
 
 
 class HostedModel:
-    """Runs stages through a transformers MoE model, deciding every layer by a policy and counting every byte."""
+    """Runs stages through a transformers MoE model, deciding every layer by a policy and counting every byte.
+
+    Attributes:
+        recorder: sees every layer and stage; None for nobody.
+        statistics: how sample text used the experts, for policies that prepare weights by it; see `measure_experts`.
+    """
 
     def __init__(
         self, model: PreTrainedModel, policy: Policy | None = None, calibrated: Hyperparameters | None = None
@@ -81,6 +89,8 @@ class HostedModel:
                 "layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
             )
         self.ledger = Ledger()
+        self.recorder: Recorder | None = None
+        self.statistics: ExpertStatistics | None = None
         self.sizes = bytes_by_part(model, self.blocks)
         self._cache_argument = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
         self._library_experts = model.config._experts_implementation
@@ -124,8 +134,15 @@ class HostedModel:
                 f"the router of model type {self.config.model_type} scores experts in a way that EdgeXpert does not know; "
                 "only --policy exact can be used with it"
             )
+        if policy.stores_otherwise and self.statistics is None:
+            raise UserError(
+                f"policy {policy.name} prepares the experts' weights by their use on sample text, which was not measured; load "
+                "the model with edgexpert.load, or set host.statistics = measure_experts(host, texts) first"
+            )
         for block in self.blocks:
+            block.restore()
             block.store_channel_major(policy.fine_pruning)
+        self.storage = store_experts(self.blocks, policy, self.statistics)
         self.policy = policy
 
     def new_cache(self, capacity: int) -> TreeCache:
@@ -140,6 +157,7 @@ class HostedModel:
         for hook in self._hooks:
             hook.remove()
         for block in self.blocks:
+            block.restore()
             block.store_channel_major(False)
             del block.experts._edgexpert
         self.model.set_experts_implementation(self._library_experts)
@@ -172,7 +190,7 @@ class HostedModel:
             logits=output.logits[0].float(),
             features=torch.cat([running.fused[layer][0] for layer in fused_layers], dim=-1) if fused_layers else None,
             plans=[running.plans[block.layer] for block in self.blocks],
-            exact_experts=[running.exact_experts[block.layer] for block in self.blocks],
+            exact_experts=[len(running.exact[block.layer].loaded) for block in self.blocks],
         )
 
     def count(self, running: Pass, cache: Cache | None) -> None:
@@ -204,11 +222,10 @@ class HostedModel:
                 return output
             logits, weights, experts = output
             exact = Routing(experts, weights, block.num_experts)
-            running.exact_experts[block.layer] = len(exact.loaded)
-            routing = exact
-            if not self.policy.is_exact:
-                assert block.form is not None
-                routing = route(self.policy, exact, block.form.scores(logits), running.stages)
+            running.exact[block.layer] = routing = exact
+            if (self.recorder or not self.policy.is_exact) and block.form is not None:
+                running.scores[block.layer] = scores = block.form.scores(logits)
+                routing = route(self.policy, exact, scores, running.stages)
             running.routings[block.layer] = routing
             return output if routing is exact else (logits, routing.weights.to(weights.dtype), routing.experts)
 
@@ -222,19 +239,33 @@ class HostedModel:
         routing = running.routings[block.layer]
         received = running.received.get(block.layer)
 
+        down_seen: list[Tensor] = []
+
         def select(activations: Tensor) -> ChannelSelection | None:
             return select_channels(self.policy, activations, routing, running.stages, received)
+
+        def select_down(activations: Tensor) -> ChannelSelection | None:
+            down_seen.append(activations)
+            return select(activations)
 
         # one product on the same data as the library's where nothing is skipped
         gate_up = select(x[routing.pairs[0]]) if self.policy.fine_pruning else None
         if gate_up is None and int(routing.experts.max()) < block.num_experts:
-            running.plans[block.layer] = plan = LayerPlan(block.layer, routing)
-            running.expert_bytes += plan.bytes(block.shape)
-            return self._library(block, x, *args, **kwargs)
-        out, down, read = run_experts(x, routing, block.weights(), gate_up, select)
-        running.plans[block.layer] = plan = LayerPlan(block.layer, routing, gate_up, down)
-        assert abs(plan.bytes(block.shape) - read) < 1, "bytes planned are the bytes read"
+            plan = LayerPlan(block.layer, routing, storage=self.storage.get(block.layer))
+            read = plan.bytes(block.shape)
+            out = self._library(block, x, *args, **kwargs)
+        else:
+            out, down, read = run_experts(x, routing, block.weights(), gate_up, select_down)
+            plan = LayerPlan(block.layer, routing, gate_up, down, self.storage.get(block.layer))
+            assert plan.storage is not None or abs(plan.bytes(block.shape) - read) < 1, "bytes planned are the bytes read"
+        running.plans[block.layer] = plan
         running.expert_bytes += read
+        if self.recorder is not None:
+            (stage,) = running.stages
+            self.recorder.layer(LayerRecord(
+                stage, plan, running.exact[block.layer], running.scores.get(block.layer), x,
+                lambda: down_seen[0] if down_seen else down_inputs(x, routing, block.weights()),
+            ))
         return out
 
     def _library(self, block: MoeBlock, *args: Tensor, **kwargs: Tensor) -> Tensor:

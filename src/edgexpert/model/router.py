@@ -53,7 +53,7 @@ def detect_form(router: nn.Module) -> RouterForm | None:
     assert isinstance(weight, Tensor)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(64, weight.shape[1], generator=generator).to(weight.dtype).to(weight.device)
-    logits, weights, index = router(x)
+    logits, weights, index = router.forward(x)  # not through the hooks of a running host
     bias = getattr(router, "e_score_correction_bias", None)
     scale = float(getattr(router, "routed_scaling_factor", 1.0) or 1.0)
     number, allowed = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1

@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from edgexpert.errors import UserError
-from edgexpert.plan import ChannelSelection, Routing, Scores
+from edgexpert.plan import ChannelSelection, Routing, Scores, Storage
 from edgexpert.policy.coalescing import salient_channels
 from edgexpert.policy.hyperparameters import Hyperparameters, choose_hyperparameters
 from edgexpert.policy.importance import Normalisation, importance_weights, token_tiers
 from edgexpert.policy.pruning import expected_candidates, needed_channels, prune_experts, union_by_expert
 from edgexpert.policy.reuse import reuse_experts
+from edgexpert.policy.rivals import BITMAP_BITS, HIGH_BITS, LOW_BITS, ExpertUse, low_bit_experts
 from edgexpert.stage import Stage
 
 TokenWeight = Literal["routing", "path", "attention"]
@@ -27,6 +29,8 @@ class Policy:
         importance: how the CLS attention of a prompt token becomes its weight, see `importance_weights`.
         token_weight: A_t of the channel score, which the paper leaves open for decoding: the token's routing weight for the
             expert, its path probability, or the attention that it received.
+        weight_sparsity: share of the expert weights that MoE-Pruner zeroes; 0 is off.
+        low_bit_saving: share of the experts' value bytes that EdgeMoE's mixed precision saves; 0 is off.
 
     The hyperparameters are those of `Hyperparameters`.
     """
@@ -48,12 +52,19 @@ class Policy:
     keep_mass: float | None = None
     importance: Normalisation = "mean"
     token_weight: TokenWeight = "routing"
+    weight_sparsity: float = 0.0
+    low_bit_saving: float = 0.0
 
     @property
     def is_exact(self) -> bool:
         """Whether nothing is approximated."""
         return not (self.coarse_pruning or self.fine_pruning or self.prompt_wise_expert_reuse
-                    or self.depth_aware_coalescing or self.computational_calibration)
+                    or self.depth_aware_coalescing or self.computational_calibration or self.stores_otherwise)
+
+    @property
+    def stores_otherwise(self) -> bool:
+        """Whether experts are kept in another form than they are hosted in: MoE-Pruner's or EdgeMoE's."""
+        return self.weight_sparsity > 0 or self.low_bit_saving > 0
 
     @property
     def hyperparameters(self) -> Hyperparameters:
@@ -83,6 +94,13 @@ class Policy:
             raise UserError("Depth-aware coalescing needs the channel masks of fine pruning; switch fine pruning on, too.")
         if self.computational_calibration and not self.depth_aware_coalescing:
             raise UserError("Computational calibration repairs depth-aware coalescing; switch coalescing on, too.")
+        if not 0 <= self.weight_sparsity < 1:
+            raise UserError(f"weight_sparsity ({self.weight_sparsity}) must be from 0 to below 1.")
+        if not 0 <= self.low_bit_saving <= 1 - LOW_BITS / HIGH_BITS:
+            raise UserError(f"low_bit_saving ({self.low_bit_saving}) must be from 0 to {1 - LOW_BITS / HIGH_BITS}: what "
+                            f"{LOW_BITS} bits save against {HIGH_BITS}.")
+        if self.stores_otherwise and (self.fine_pruning or self.weight_sparsity * self.low_bit_saving > 0):
+            raise UserError("Fine pruning, weight_sparsity and low_bit_saving exclude one another; switch on one of them.")
         for option, value, allowed in (("importance", self.importance, get_args(Normalisation)),
                                        ("token_weight", self.token_weight, get_args(TokenWeight))):
             if value not in allowed:
@@ -131,6 +149,15 @@ class Policy:
         compute = None if self.computational_calibration else mask & loaded[routing.pair_expert]
         return ChannelSelection(loaded, compute)
 
+    def storages(self, use: ExpertUse) -> list[Storage] | None:
+        """How the experts of each MoE layer are kept, after ``use`` was measured; None for as they are hosted."""
+        if self.weight_sparsity:
+            return [Storage(torch.full((len(row),), 1 - self.weight_sparsity, dtype=torch.float64), BITMAP_BITS)
+                    for row in use.tokens]
+        if self.low_bit_saving:
+            return [Storage(1 - low.double() * (1 - LOW_BITS / HIGH_BITS)) for low in low_bit_experts(use, self.low_bit_saving)]
+        return None
+
     def _pair_weight(self, routing: Routing, stage: Stage, received: Tensor | None) -> Tensor:
         """A_t of each pair, float32 [P]."""
         if self.token_weight == "routing":
@@ -164,6 +191,14 @@ class Policy:
                 f"channel score (candidates weighed by {self.token_weight})",
             "computational_calibration":
                 "computational calibration: each candidate computes on every channel loaded for its expert",
+        }
+        lines |= {
+            "weight_sparsity":
+                f"static weight pruning: {self.weight_sparsity} of each expert's weights are zero, by |weight| x norm of the "
+                "router-weighted inputs on sample text; the others are loaded with a bitmap",
+            "low_bit_saving":
+                f"mixed precision: the least used experts keep {LOW_BITS} bits and the others {HIGH_BITS}, to save "
+                f"{self.low_bit_saving} of the value bytes on sample text",
         }
         return [line for switch, line in lines.items() if getattr(self, switch)]
 
