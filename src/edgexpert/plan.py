@@ -110,9 +110,15 @@ class WeightFormat:
     group: int = 0
     scale: float = 0.0
 
-    def read(self, outputs: int, channels: Count, groups: Count) -> Count:
-        """Bytes of ``channels`` input channels of a matrix that touch ``groups`` rows of scales."""
-        return outputs * (channels * self.value + groups * self.scale)
+    def read(
+        self, outputs: int, channels: Count, groups: Count, value_share: Count | float = 1.0, index_bits: float = 0.0
+    ) -> Count:
+        """Bytes of ``channels`` input channels of a matrix that touch ``groups`` rows of scales.
+
+        Args:
+            value_share, index_bits: as in `Storage`.
+        """
+        return outputs * (channels * (self.value * value_share + index_bits / 8) + groups * self.scale)
 
     def groups(self, channels: int) -> int:
         """Rows of scales of a whole matrix."""
@@ -156,13 +162,14 @@ class ExpertShape:
 
     def stored(self, storage: Storage, experts: Tensor) -> float:
         """Bytes of whole experts, int64 [n], that are stored otherwise."""
-        weights = self.hidden * (self.gate_up_outputs + self.intermediate)
-        usual = weights * self.format.value
-        rest = self.expert - usual + weights * storage.index_bits / 8  # scales and index
-        return usual * float(storage.value[experts.cpu()].sum()) + len(experts) * rest
+        return sum(
+            self._whole(self.hidden, self.gate_up_outputs, share, storage.index_bits)
+            + self._whole(self.intermediate, self.hidden, share, storage.index_bits)
+            for share in storage.value[experts.cpu()].tolist()
+        )
 
-    def _whole(self, channels: int, outputs: int) -> float:
-        return self.format.read(outputs, channels, self.format.groups(channels))
+    def _whole(self, channels: int, outputs: int, value_share: float = 1.0, index_bits: float = 0.0) -> float:
+        return self.format.read(outputs, channels, self.format.groups(channels), value_share, index_bits)
 
     def _selected(self, selection: ChannelSelection | None, experts: int, channels: int, outputs: int) -> float:
         if selection is None:

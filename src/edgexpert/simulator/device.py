@@ -90,12 +90,14 @@ class Units:
         simd_lanes: elements that the SIMD unit processes in a cycle.
         partitioning: how prompt tokens are grouped; ``none`` where the device has no unit for prompt-wise reuse.
         adder_tree: how channels are scored; ``none`` where the device has no unit for coalescing.
+        skips_zero_weights: whether single zero weights cost no multiplication (arbitrary skipping).
     """
 
     noc_bytes_per_cycle: int
     simd_lanes: int
     partitioning: Unit
     adder_tree: Tree
+    skips_zero_weights: bool
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,22 @@ def count_accesses(dram: Dram, starts: Counts, lengths: Counts, owner: Counts, o
     return bursts, activations
 
 
+def count_mask_accesses(dram: Dram, mask: NDArray[np.bool_], row_bytes: float) -> tuple[Counts, Counts]:
+    """Bursts and row activations of reading the marked rows of matrices, each row ``row_bytes`` long.
+
+    Args:
+        mask: bool [matrices, rows].
+
+    Returns:
+        As `count_accesses`, for each matrix.
+    """
+    edges = np.diff(np.pad(mask, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    owner, begin = np.nonzero(edges == 1)
+    end = np.nonzero(edges == -1)[1]
+    starts = np.floor(begin * row_bytes).astype(np.int64)
+    return count_accesses(dram, starts, np.ceil(end * row_bytes).astype(np.int64) - starts, owner, len(mask))
+
+
 def seconds(dram: Dram, count: Floats, bursts: Floats, activations: Floats) -> Floats:
     """Time of transfers of ``count`` bytes each. Bursts and activations do not matter to the flat mode."""
     if dram.mode == "flat":

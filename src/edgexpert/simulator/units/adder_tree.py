@@ -7,7 +7,7 @@ for each depth; a reconfigurable one adds neighbours of one depth and lets other
 
 from __future__ import annotations
 
-from math import ceil, log2
+from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ LANES = 64
 LATENCY = int(log2(LANES)) + 1
 """Levels of adders, and the comparison with sr x S_c."""
 
+Counts = NDArray[np.int64]
 Segment = tuple[int, NDArray[np.float32]]
 """A depth, and the sum over its lanes for every channel."""
 
@@ -66,11 +67,11 @@ def coalesce(
     return np.logical_or.reduce(loaded, axis=0) if loaded else np.zeros(score.shape[1], bool)
 
 
-def reconfigurable_cycles(channels: int, tokens_per_depth: NDArray[np.int64]) -> int:
-    """Cycles to score the channels of one expert, a pass through the tree every cycle."""
-    return channels * ceil(int(tokens_per_depth.sum()) / LANES) + LATENCY
+def reconfigurable_cycles(channels: int, tokens: Counts) -> Counts:
+    """Cycles to score all channels for each expert, [U], whose ``tokens`` [U] enter together: a channel a cycle."""
+    return channels * -(-tokens // LANES) + LATENCY
 
 
-def fixed_cycles(channels: int, tokens_per_depth: NDArray[np.int64]) -> int:
-    """The same with a fixed tree, which takes the depths one after another."""
-    return channels * int(np.ceil(tokens_per_depth / LANES).sum()) + LATENCY
+def fixed_cycles(channels: int, depths: Counts) -> Counts:
+    """The same with a fixed tree, for experts whose tokens have ``depths`` distinct depths [U], none with over 64 tokens."""
+    return channels * depths + LATENCY
