@@ -6,7 +6,9 @@ A job is a row of a table, so that the thousands of experts of a stage are built
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
+from functools import cached_property
+from math import ceil, gcd
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +39,13 @@ JOB = np.dtype([
     ("sram", "f8"),  # bytes of the shared SRAM in use
 ])
 Jobs = NDArray[np.void]
+Floats = NDArray[np.float64]
+Counts = NDArray[np.int64]
+Columns = dict[str, Any]
+"""What is given of a job; the rest is 0."""
+
+HEAD_GROUPS = 16
+"""Parts into which a layer's attention is cut; the paper does not say how it orders attention."""
 
 
 class StageJobs:
@@ -81,30 +90,42 @@ class StageJobs:
         self._weights("lm_head", (model.lm_head,), last, rows=rows, simd=rows * model.vocabulary)
         return np.concatenate(self.chunks)
 
-    def _add(self, part: str, count: int = 1, **columns: object) -> int:
-        """Adds ``count`` jobs; what is not given is 0. Returns the index of the last."""
+    def _append(self, jobs: Jobs) -> int:
+        """Returns the index of the last."""
+        self.chunks.append(jobs)
+        self.count += len(jobs)
+        return self.count - 1
+
+    def _jobs(self, part: str, count: int = 1, **columns: Any) -> Jobs:
+        """``count`` jobs; what is not given is 0."""
         jobs = np.zeros(count, JOB)
-        jobs["part"], jobs["layer"], jobs["expert"], jobs["decider"] = PARTS.index(part), NONE, NONE, NONE
+        jobs["part"] = PARTS.index(part)
+        for column in ("layer", "expert", "source", "decider"):
+            jobs[column] = NONE
         jobs["sram"] = self.occupied
         for column, values in columns.items():
             jobs[column] = values
-        self.chunks.append(jobs)
-        self.count += count
-        return self.count - 1
+        return jobs
 
-    def _weights(self, part: str, matrices: Sequence[Matrix], source: int, rows: int, **columns: object) -> int:
-        """One job that multiplies whole matrices, all on the same ``rows``."""
+    def _add(self, part: str, **columns: Any) -> int:
+        return self._append(self._jobs(part, **columns))
+
+    def _weights(self, part: str, matrices: Sequence[Matrix], source: int, rows: int, **columns: Any) -> int:
+        """Adds one job that multiplies whole matrices, all on the same ``rows``."""
+        return self._add(part, source=source, **self._columns(matrices, rows) | columns)
+
+    def _columns(self, matrices: Sequence[Matrix], rows: int) -> Columns:
+        """What that job loads and computes."""
         fmt = self.device.format
         total = parameters(tuple(matrices))
         scales = sum(fmt.read(m.outputs, 0, fmt.groups(m.inputs)) for m in matrices)
         values = total * fmt.value
-        columns = {"quantise": rows * sum(m.outputs for m in matrices), **columns}
-        return self._add(
-            part, source=source, values=values, scales=scales, macs=rows * total,
-            pe_cycles=sum(float(self._cycles(m.outputs, np.array([float(m.inputs)]), np.array([rows]))[0]) for m in matrices),
-            inputs=rows * matrices[0].inputs * self.activation, **self._whole_accesses(np.array([values + scales])), **columns)
+        pe_cycles = sum(float(self._cycles(m.outputs, np.array([float(m.inputs)]), np.array([rows]))[0]) for m in matrices)
+        return {"values": values, "scales": scales, "macs": rows * total, "pe_cycles": pe_cycles,
+                "inputs": rows * matrices[0].inputs * self.activation, "quantise": rows * sum(m.outputs for m in matrices),
+                **self._whole_accesses(np.array([values + scales]))}
 
-    def _cycles(self, outputs: int, channels: NDArray[np.float64], rows: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _cycles(self, outputs: int, channels: Floats, rows: Counts) -> Floats:
         """Cycles of the PE array for each expert's rows, on ``channels`` input channels a row.
 
         A line's PEs work on outputs, lines and cores on input channels. Prefill gives all clusters the same weights and each
@@ -113,10 +134,10 @@ class StageJobs:
         array = self.device.array
         steps = np.ceil(channels / (array.cores * array.lines))
         if self.broadcast:
-            return np.ceil(rows / array.clusters) * ceil(outputs / array.pes) * steps
-        return rows * ceil(outputs / (array.clusters * array.pes)) * steps
+            return np.asarray(np.ceil(rows / array.clusters) * ceil(outputs / array.pes) * steps, np.float64)
+        return np.asarray(rows * ceil(outputs / (array.clusters * array.pes)) * steps, np.float64)
 
-    def _whole_accesses(self, count: NDArray[np.float64]) -> dict[str, object]:
+    def _whole_accesses(self, count: Floats) -> Columns:
         """Bursts and activations of runs of ``count`` bytes each; nothing where external memory is flat."""
         if self.device.dram.mode == "flat":
             return {}
@@ -127,25 +148,38 @@ class StageJobs:
         return {"bursts": bursts, "activations": activations}
 
     def _attention(self, layer: int, source: int) -> int:
-        model, shape = self.model, self.model.attention
-        spilled = self.spilled * self.tokens * model.hidden
-        last = self._weights("attention", shape.before, source, self.tokens, layer=layer, fetch=spilled * self.activation,
-                             simd=self.tokens * model.hidden)
-        last = self._scores("kv_cache", shape, last, self.tokens, layer)
-        return self._weights("attention", shape.after, last, self.tokens, layer=layer, write=spilled * self.accumulator,
-                             simd=self.tokens * model.hidden)
+        jobs = self._one_attention.copy()
+        jobs["layer"] = layer
+        jobs["source"] = np.where(jobs["source"] >= 0, jobs["source"] + self.count, source)
+        return self._append(jobs)
 
-    def _scores(self, part: str, shape: AttentionShape, source: int, rows: int, layer: int = NONE) -> int:
+    @cached_property
+    def _one_attention(self) -> Jobs:
+        """The attention of any layer, its sources counted from its own first job.
+
+        Head by head group: the scores of one are computed while the weights of the next stream in.
+        """
+        shape, tokens, spilled = self.model.attention, self.tokens, self.spilled * self.tokens * self.model.hidden
+        groups = gcd(HEAD_GROUPS, shape.heads)
+        before = self._columns(shape.before, tokens) | {"fetch": spilled * self.activation, "simd": tokens * self.model.hidden}
+        after = self._columns(shape.after, tokens) | {"write": spilled * self.accumulator, "simd": tokens * self.model.hidden}
+        jobs = np.concatenate([
+            np.concatenate([self._jobs("attention", **_divided(before, groups)),
+                            self._jobs("kv_cache", source=2 * group, **_divided(self._scores(shape, tokens), groups))])
+            for group in range(groups)
+        ])
+        return np.concatenate([jobs, self._jobs("attention", source=2 * groups - 1, **after)])
+
+    def _scores(self, shape: AttentionShape, rows: int) -> Columns:
         """Attention over the cache. Keys of more bits than a weight take several passes of the multipliers."""
         stage, precision = self.planned.stage, self.device.precision
         seen = stage.prefix + float(stage.depth.double().mean()) + 1  # cached tokens that a token attends to
         passes = ceil(precision.kv_bits / precision.weight_bits)
         kept = shape.cached * precision.kv_bits / 8
         macs = rows * seen * shape.score_macs * passes
-        return self._add(part, source=source, layer=layer, values=stage.prefix * kept, macs=macs,
-                         pe_cycles=np.ceil(macs / self.device.array.macs), inputs=rows * shape.cached * self.activation,
-                         simd=rows * seen * shape.heads, write=rows * kept,
-                         **self._whole_accesses(np.array([stage.prefix * kept])))
+        return {"values": stage.prefix * kept, "macs": macs, "pe_cycles": macs / self.device.array.macs,
+                "inputs": rows * shape.cached * self.activation, "simd": rows * seen * shape.heads, "write": rows * kept,
+                **self._whole_accesses(np.array([stage.prefix * kept]))}
 
     def _feed_forward(self, part: str, layer: int, matrices: Sequence[Matrix], source: int) -> int:
         """A gated network that every token runs through."""
@@ -168,7 +202,7 @@ class StageJobs:
         last = self._weights("draft", (draft.fuse,), NONE, rows)
         for _ in range(self.planned.draft_steps):
             last = self._weights("draft", draft.attention.before, last, rows)
-            last = self._scores("draft", draft.attention, last, rows)
+            last = self._add("draft", source=last, **self._scores(draft.attention, rows))
             for matrices in (draft.attention.after, *((matrix,) for matrix in draft.feed_forward)):
                 last = self._weights("draft", matrices, last, rows, simd=rows * matrices[0].outputs)
             last = self._weights("draft", (draft.head,), last, rows, simd=rows * draft.head.outputs)
@@ -185,7 +219,7 @@ class StageJobs:
             last = self._feed_forward("shared_experts", layer, model.shared, router)
         return last
 
-    def _reuse_cycles(self) -> dict[str, object]:
+    def _reuse_cycles(self) -> Columns:
         kind = self.device.units.partitioning
         if not self.reuse:
             return {}
@@ -212,14 +246,11 @@ class StageJobs:
         at_once = 2 if plan.down is not None else 1  # experts whose intermediate values are held
         kept = np.minimum(inner, (self.device.memory.shared - self.occupied) // at_once)
         rows_away = plan.rows * self.spilled * self.model.hidden
-        jobs = np.zeros(2 * experts, JOB)
-        jobs["part"], jobs["layer"] = PARTS.index("experts"), layer
-        jobs["expert"] = np.repeat(plan.experts, 2)
-        jobs["sram"] = self.occupied + np.repeat(kept, 2) * at_once
+        jobs = self._jobs("experts", 2 * experts, layer=layer, expert=np.repeat(plan.experts, 2), decider=router,
+                          sram=self.occupied + np.repeat(kept, 2) * at_once)
         for half, matrix, selected in ((0, gate_up, plan.gate_up), (1, down, plan.down)):
             for column, values in self._expert_columns(matrix, selected, plan).items():
                 jobs[column][half::2] = values
-        jobs["decider"] = router
         jobs["source"][0::2] = router
         jobs["source"][1::2] = self.count + place[0::2]
         jobs["simd"][0::2] = jobs["quantise"][0::2] = plan.rows * down.inputs
@@ -228,14 +259,12 @@ class StageJobs:
         jobs["fetch"][1::2] = rows_away * self.accumulator + inner - kept
         jobs["write"][0::2] = inner - kept
         jobs["write"][1::2] = rows_away * self.accumulator
-        self.chunks.append(jobs[order])
-        self.count += 2 * experts
-        return self.count - 1
+        return self._append(jobs[order])
 
-    def _expert_columns(self, matrix: Matrix, selected: PlannedMatrix | None, plan: PlannedLayer) -> dict[str, object]:
+    def _expert_columns(self, matrix: Matrix, selected: PlannedMatrix | None, plan: PlannedLayer) -> Columns:
         """What one matrix of every expert loads and computes."""
         fmt, device, experts = self.device.format, self.device, len(plan.experts)
-        share: NDArray[np.float64] | float = 1.0 if plan.value_share is None else plan.value_share
+        share: Floats | float = 1.0 if plan.value_share is None else plan.value_share
         if selected is None:
             channels = np.full(experts, float(matrix.inputs))
             groups = np.full(experts, float(fmt.groups(matrix.inputs)))
@@ -250,7 +279,7 @@ class StageJobs:
         scales = fmt.read(matrix.outputs, np.zeros(experts), groups)
         if plan.index_bits and device.units.skips_zero_weights:
             computed = computed * share
-        columns: dict[str, object] = {
+        columns: Columns = {
             "values": values, "scales": scales, "macs": computed * matrix.outputs,
             "pe_cycles": self._cycles(matrix.outputs, computed / plan.rows, plan.rows),
             "inputs": computed * self.activation,
@@ -259,7 +288,7 @@ class StageJobs:
             return columns | self._whole_accesses(values + scales)
         return columns | self._selected_accesses(matrix, selected) | self._score_cycles(selected, plan)
 
-    def _selected_accesses(self, matrix: Matrix, selected: PlannedMatrix) -> dict[str, object]:
+    def _selected_accesses(self, matrix: Matrix, selected: PlannedMatrix) -> Columns:
         """Bursts and activations of the runs of channels, and of the rows of scales that they touch."""
         if self.device.dram.mode == "flat":
             return {}
@@ -270,7 +299,7 @@ class StageJobs:
         counted = [dram.count_mask_accesses(self.device.dram, mask, row) for mask, row in masks]
         return {"bursts": sum(bursts for bursts, _ in counted), "activations": sum(opened for _, opened in counted)}
 
-    def _score_cycles(self, selected: PlannedMatrix, plan: PlannedLayer) -> dict[str, object]:
+    def _score_cycles(self, selected: PlannedMatrix, plan: PlannedLayer) -> Columns:
         """Cycles of the coalescing unit for each expert; 0 for a device without one."""
         kind = self.device.units.adder_tree
         if kind == "none":
@@ -280,3 +309,7 @@ class StageJobs:
         else:
             score = adder_tree.fixed_cycles(selected.total, plan.depths)
         return {"score": score, "update": mask_update.update_cycles(selected.total)}
+
+
+def _divided(columns: Columns, parts: int) -> Columns:
+    return {name: value / parts for name, value in columns.items()}

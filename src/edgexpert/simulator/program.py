@@ -53,8 +53,7 @@ RESOURCE = np.array([Resource.DRAM, Resource.DCU, Resource.DCU, Resource.NOC, Re
 """The resource of each op."""
 
 COLUMN = {Op.FETCH_ACTIVATIONS: "fetch", Op.SCORE_CHANNELS: "score", Op.UPDATE_MASKS: "update", Op.LOAD_ACTIVATIONS: "inputs",
-          Op.SIMD: "simd", Op.QUANTISE: "quantise", Op.PARTITION_TOKENS: "partition", Op.FORM_SHARED_SET: "union",
-          Op.WRITE_BACK: "write"}
+          Op.SIMD: "simd", Op.QUANTISE: "quantise", Op.PARTITION_TOKENS: "partition", Op.FORM_SHARED_SET: "union"}
 """The ops that a job issues once, if at all, with the column that says how much."""
 
 
@@ -109,10 +108,15 @@ def compile_stage(model: ModelShape, device: Device, planned: PlannedStage, reus
 
 
 class _Layout:
-    """Where each job's instructions stand, and what they wait for."""
+    """Where each job's instructions stand, and what they wait for.
+
+    What a job writes back is issued after the loads of the next one, so that no load queues behind a result that is not there.
+    """
 
     def __init__(self, jobs: Jobs, device: Device, broadcast: bool) -> None:
+        assert jobs["write"][-1] == 0
         self.jobs, self.device = jobs, device
+        self.written = np.roll(jobs["write"], 1)  # what the job before wrote
         self.blocks = self._count_blocks(broadcast)
         self.position: dict[Op, Indices] = {}
         after = np.zeros(len(jobs), np.int64)  # instructions of the job so far
@@ -120,13 +124,18 @@ class _Layout:
             self.position[op] = after.copy()
             if op is Op.LOAD_WEIGHTS:
                 after += 2 * self.blocks
-            elif op in COLUMN:
-                after += jobs[COLUMN[op]] > 0
+            elif op is not Op.MATMUL:  # which follows its load
+                after += self._amount(op) > 0
         self.begin = np.cumsum(after) - after
         self.length = int(after.sum())
         for op in Op:
             self.position[op] += self.begin
         self.end = self.position[Op.WRITE_BACK] - 1  # the last instruction that makes the job's result
+
+    def _amount(self, op: Op) -> Floats:
+        """How much of a single instruction each job's place in the program holds."""
+        amount: Floats = self.written if op is Op.WRITE_BACK else self.jobs[COLUMN[op]]
+        return amount
 
     def _count_blocks(self, broadcast: bool) -> Indices:
         """Blocks of each job: half a memory holds one. Broadcast weights are in every cluster's memory."""
@@ -143,16 +152,15 @@ class _Layout:
         job = np.repeat(np.arange(len(jobs)), np.diff(np.append(self.begin, n)))
 
         source = np.where(jobs["source"] >= 0, self.end[jobs["source"]], NONE)
-        for single, column in COLUMN.items():
-            has = jobs[column] > 0
+        for single in (*COLUMN, Op.WRITE_BACK):
+            has = self._amount(single) > 0
             at = self.position[single][has]
             op[at] = single
-            columns["seconds"][at] = self._seconds(single, jobs[column][has])
+            columns["seconds"][at] = self._seconds(single, self._amount(single)[has])
             first[at] = self._waits_for(single, source)[has]
-        at = self.position[Op.FETCH_ACTIVATIONS][jobs["fetch"] > 0]
-        columns["read"][at] = jobs["fetch"][jobs["fetch"] > 0]
-        at = self.position[Op.WRITE_BACK][jobs["write"] > 0]
-        columns["write"][at] = jobs["write"][jobs["write"] > 0]
+            if RESOURCE[single] == Resource.DRAM:
+                columns["write" if single is Op.WRITE_BACK else "read"][at] = self._amount(single)[has]
+        job[self.position[Op.WRITE_BACK][self.written > 0]] -= 1
         both = jobs["union"] > 0  # the shared set needs the groups and the router's scores
         second[self.position[Op.FORM_SHARED_SET][both]] = self.position[Op.PARTITION_TOKENS][both] - 1
         both = (jobs["inputs"] > 0) & (jobs["fetch"] > 0)
@@ -168,6 +176,8 @@ class _Layout:
             return source
         if op is Op.PARTITION_TOKENS:  # the weights of the prompt's tokens are there from the beginning
             return np.full(len(self.jobs), NONE)
+        if op is Op.WRITE_BACK:
+            return np.roll(self.end, 1)
         return self.position[op] - 1  # the instruction before it
 
     def _seconds(self, op: Op, amount: Floats) -> Floats:

@@ -56,7 +56,7 @@ def schedule(program: Program) -> Timeline:
         if b > start:
             start = b
         finish[index] = free[resource] = start + seconds
-    busy = np.bincount(program.resource, program.seconds, len(Resource))
+    busy = np.bincount(program.resource, program.seconds, len(Resource)).astype(np.float64)
     timeline = Timeline(program, np.array(finish[:-1]), busy)
     assert timeline.latency >= busy.max() * (1 - 1e-9), "faster than the roofline"
     return timeline
