@@ -88,7 +88,11 @@ class StageJobs:
                 last = self._feed_forward("dense", layer, model.dense, last)
         rows = 1 if self.broadcast else self.tokens  # a prompt needs the logits of its last token alone
         self._weights("lm_head", (model.lm_head,), last, rows=rows, simd=rows * model.vocabulary)
-        return np.concatenate(self.chunks)
+        jobs, begin = np.empty(self.count, JOB), 0
+        for chunk in self.chunks:  # numpy's concatenate compares the field names of every pair of chunks
+            jobs[begin : begin + len(chunk)] = chunk
+            begin += len(chunk)
+        return jobs
 
     def _append(self, jobs: Jobs) -> int:
         """Returns the index of the last."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,11 +83,11 @@ class Program:
     def __len__(self) -> int:
         return len(self.op)
 
-    @property
+    @cached_property
     def resource(self) -> NDArray[np.int64]:
         return RESOURCE[self.op]
 
-    @property
+    @cached_property
     def part(self) -> NDArray[np.int8]:
         """Index into `PARTS` of each instruction."""
         part: NDArray[np.int8] = self.jobs["part"][self.job]

@@ -12,7 +12,7 @@ from edgexpert.errors import UserError
 from edgexpert.simulator.device import Device
 from edgexpert.simulator.energy import Energy, energy, grouped, total
 from edgexpert.simulator.jobs import PARTS
-from edgexpert.simulator.program import Op, Program, Resource, compile_stage
+from edgexpert.simulator.program import Program, Resource, compile_stage
 from edgexpert.simulator.shapes import ModelShape
 from edgexpert.simulator.timeline import Timeline, schedule
 from edgexpert.simulator.workload import PlannedStage
@@ -186,6 +186,7 @@ def _by_part(program: Program, values: Any) -> dict[str, float]:
 
 def _spilled(program: Program) -> float:
     """Bytes of activations that had to leave the chip: neither embeddings nor keys and values."""
-    meant = np.isin(program.part, [PARTS.index("embeddings"), PARTS.index("kv_cache"), PARTS.index("draft")])
-    activations = np.isin(program.op, [Op.FETCH_ACTIVATIONS, Op.WRITE_BACK]) & ~meant
-    return float((program.read + program.write)[activations].sum())
+    meant = np.zeros(len(PARTS), bool)
+    meant[[PARTS.index(part) for part in ("embeddings", "kv_cache", "draft")]] = True
+    jobs = program.jobs[~meant[program.jobs["part"]]]
+    return float(jobs["fetch"].sum() + jobs["write"].sum())

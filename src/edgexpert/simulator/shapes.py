@@ -206,7 +206,8 @@ def _first(config: Mapping[str, Any], *names: str) -> int:
 
 
 def model_named(name: str) -> ModelShape:
-    """One of `MODELS`, or the model whose ``config.json`` is the file or folder ``name`` (and ``draft/config.json`` in it).
+    """One of `MODELS`, a bundled model, or the one whose ``config.json`` is the file or folder ``name``; a ``draft`` folder
+    beside that file may hold the configuration of its draft.
 
     Raises:
         UserError: there is none; lists those there are.
@@ -215,7 +216,8 @@ def model_named(name: str) -> ModelShape:
         folder = files("edgexpert.simulator") / "models"
         config, draft = (json.loads((folder / f"{name}{kind}.json").read_text("utf-8")) for kind in ("", ".draft"))
         return ModelShape.of(config, draft, name)
-    path = Path(name)
+    bundled = Path(str(files("edgexpert"))) / "models" / name  # the models that come with the runtime
+    path = bundled if bundled.is_dir() else Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"there is no model {name!r}; give one of {', '.join(MODELS)}, or a folder with a config.json")
