@@ -73,18 +73,24 @@ class ChromeTrace:
         self.stages = 0
 
     def add(self, timeline: Timeline, kind: str) -> None:
-        """Appends a stage. Microseconds, as the format wants."""
+        """Appends a stage, in microseconds as the format wants. The blocks of a matrix are drawn as one."""
         program, jobs = timeline.program, timeline.program.jobs
-        rows = zip(program.op.tolist(), program.job.tolist(), program.resource.tolist(), timeline.start.tolist(),
-                   program.seconds.tolist(), (program.read + program.write).tolist(), program.sram.tolist(), strict=True)
-        for op, job, resource, start, seconds, moved, sram in rows:
-            layer, expert = int(jobs["layer"][job]), int(jobs["expert"][job])
+        key = program.job * len(Op) + program.op
+        _, first, whose = np.unique(key, return_index=True, return_inverse=True)
+        finish = np.zeros(len(first))
+        np.maximum.at(finish, whose, timeline.finish)
+        moved, busy = (np.bincount(whose, values) for values in (program.read + program.write, program.seconds))
+        start = timeline.start[first]
+        for index, row in enumerate(first.tolist()):
+            job, op = program.job[row], Op(program.op[row])
             part = PARTS[jobs["part"][job]]
-            facts = {"layer": layer, "expert": expert, "bytes": moved, "sram": sram}
+            facts = {"layer": int(jobs["layer"][job]), "expert": int(jobs["expert"][job]), "bytes": float(moved[index]),
+                     "busy_us": float(busy[index]) * 1e6, "sram": float(program.sram[row])}
             self.events.append({
-                "ph": "X", "pid": 0, "tid": resource, "cat": part, "name": f"{part}: {Op(op).name.lower().replace('_', ' ')}",
-                "ts": (self.time + start) * 1e6, "dur": seconds * 1e6,
-                "args": {"stage": f"{kind} {self.stages}"} | {name: value for name, value in facts.items() if value > 0},
+                "ph": "X", "pid": 0, "tid": int(program.resource[row]), "cat": part,
+                "name": f"{part}: {op.name.lower().replace('_', ' ')}",
+                "ts": (self.time + float(start[index])) * 1e6, "dur": float(finish[index] - start[index]) * 1e6,
+                "args": {"stage": f"{kind} {self.stages}"} | {name: value for name, value in facts.items() if value >= 0},
             })
         self.time += timeline.latency
         self.stages += 1
