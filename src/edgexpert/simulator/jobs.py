@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgexpert.errors import UserError
 from edgexpert.simulator import dram
 from edgexpert.simulator.device import Device
-from edgexpert.simulator.shapes import AttentionShape, Matrix, ModelShape, encoder_parameters, parameters
+from edgexpert.simulator.shapes import AttentionShape, Matrix, ModelShape, encoder_matrices, parameters
 from edgexpert.simulator.units import adder_tree, mask_update, partition, union
 from edgexpert.simulator.workload import PlannedLayer, PlannedMatrix, PlannedStage
 
@@ -78,8 +78,7 @@ class StageJobs:
         last = self._draft() if self.planned.draft_steps else NONE
         last = self._add("embeddings", source=last, fetch=self.tokens * model.hidden * self.device.bytes_per_weight)
         if self.reuse:
-            weights = encoder_parameters()
-            self._weights("encoder", (Matrix(1, weights),), NONE, rows=self.tokens)
+            self._weights("encoder", encoder_matrices(), NONE, rows=self.tokens)
         for layer in range(model.layers):
             last = self._attention(layer, last)
             if layer in model.moe_layers:
