@@ -52,16 +52,17 @@ def random_scores(tokens: int, random: torch.Generator) -> tuple[Routing, Scores
     return Routing(experts, weights, MODEL.experts), Scores(choice, choice, normalise=False)
 
 
-def planned(policy: Policy, stage: Stage, random: torch.Generator, emitted: int = 1, draft_steps: int = 0) -> PlannedStage:
-    """What a policy decides on random scores and activations."""
-    return PlannedStage(stage, [_plan(policy, stage, layer, random) for layer in MODEL.moe_layers], emitted, draft_steps)
+def planned(policy: Policy, stage: Stage, seed: int, emitted: int = 1, draft_steps: int = 0) -> PlannedStage:
+    """What a policy decides on random scores and activations, which are the same for every policy."""
+    plans = [_plan(policy, stage, layer, torch.Generator().manual_seed(1000 * seed + layer)) for layer in MODEL.moe_layers]
+    return PlannedStage(stage, plans, emitted, draft_steps)
 
 
 def _plan(policy: Policy, stage: Stage, layer: int, random: torch.Generator) -> LayerPlan:
-    routing = policy.route(*random_scores(len(stage.tokens), random), stage)
-    pairs = len(routing.pair_expert)
-    gate_up, down = (policy.select_channels(torch.randn(pairs, width, generator=random), routing, stage)
-                     for width in (MODEL.hidden, MODEL.intermediate))
+    tokens = len(stage.tokens)
+    routing = policy.route(*random_scores(tokens, random), stage)
+    inputs = (torch.randn(tokens, MODEL.experts, width, generator=random) for width in (MODEL.hidden, MODEL.intermediate))
+    gate_up, down = (policy.select_channels(x[routing.pairs[0], routing.pair_expert], routing, stage) for x in inputs)
     return LayerPlan(layer, routing, gate_up, down)
 
 
@@ -69,6 +70,6 @@ def text(policy_name: str, seed: int = 0, stages: int = 2) -> Iterator[PlannedSt
     """A prompt and some verify stages."""
     random = torch.Generator().manual_seed(seed)
     policy = resolved(policy_name)
-    yield planned(policy, random_stage("prefill", 20, random), random)
-    for _ in range(stages):
-        yield planned(policy, random_stage("verify", 12, random), random, emitted=3, draft_steps=2)
+    yield planned(policy, random_stage("prefill", 20, random), seed)
+    for number in range(stages):
+        yield planned(policy, random_stage("verify", 12, random), seed + number + 1, emitted=3, draft_steps=2)

@@ -229,7 +229,7 @@ class StageJobs:
         if kind == "none":
             raise UserError(f"{self.device.name} has no unit for prompt-wise expert reuse; simulate another policy or device")
         cycles = {"threshold": partition.threshold_cycles, "sorting": partition.sorting_cycles}[kind](self.tokens)
-        return {"partition": cycles, "union": union.union_cycles(self.tokens)}
+        return {"partition": cycles, "union": union.union_cycles(self.tokens) + 2}  # each of three groups ends in its own block
 
     def _experts(self, layer: int, plan: PlannedLayer, router: int) -> int:
         """Gate/up and down of every loaded expert.
