@@ -62,7 +62,8 @@ def fake_quantised(weight: Tensor, bits: int) -> Tensor:
     grouped = weight.float().view(-1, group, weight.shape[1])  # [C / group, group, out]
     low = grouped.amin(1, keepdim=True)
     step = (grouped.amax(1, keepdim=True) - low).clamp(min=1e-12) / (2**bits - 1)
-    return (((grouped - low) / step).round() * step + low).view_as(weight).to(weight.dtype)
+    rounded: Tensor = ((grouped - low) / step).round() * step + low
+    return rounded.view_as(weight).to(weight.dtype)
 
 
 def low_bit_experts(use: ExpertUse, saving: float) -> Tensor:

@@ -164,8 +164,8 @@ class Trace:
         if stage.importance is None or policy.importance == recorded or not policy.prompt_wise_expert_reuse:
             return stage
         if recorded == "quantile":
-            raise UserError(f"the trace {self.file} holds importance as quantiles, from which no {policy.importance} can be made; "
-                            f"record it with --importance {policy.importance}")
+            raise UserError(f"the trace {self.file} holds importance as quantiles, from which no {policy.importance} can be "
+                            f"made; record it with --importance {policy.importance}")
         return replace(stage, importance=policy.weigh_prompt(stage.importance))
 
     def _without_channels(self, policy: Policy) -> UserError:
