@@ -7,6 +7,8 @@ acceptance length is the sum of the tree's path probabilities.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -55,6 +57,7 @@ def walk(tree: TokenTree, random: torch.Generator) -> list[int]:
             return path
 
 
+@cache
 def fit_sharpness(acceptance: float, trees: int = 32) -> float:
     """The sharpness whose trees emit ``acceptance`` tokens a stage on average.
 
