@@ -18,15 +18,18 @@ import torch
 import edgexpert
 from edgexpert.engine import Engine
 from edgexpert.errors import UserError
+from edgexpert.model.host import HostedModel
 from edgexpert.plan import ChannelSelection, LayerPlan, Routing
 from edgexpert.policy import PRESETS, RIVALS, Policy, policy_named
 from edgexpert.simulator.workload import PlannedStage
 from edgexpert.speculation.draft import TreeShape
+from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.speculation.sampling import SamplingParams
 from edgexpert.trace import write
 from edgexpert.trace.read import RecordedChannels, Trace
 from edgexpert.trace.record import record_trace
 from edgexpert.trace.schema import KEY, Channels
+from tests.conftest import make_model, make_tokenizer
 
 PROMPTS = ["Once upon a time, a little fox went", "The old bear"]
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -90,6 +93,27 @@ def test_replay_under_the_policy_of_the_run_gives_the_plans_of_the_run(record: R
         for ours, theirs in zip(stage.plans, plans, strict=True):
             assert_same(ours, theirs)
             assert ours.bytes(trace.shape(engine.host.blocks[0].shape.format)) == theirs.bytes(engine.host.blocks[0].shape)
+
+
+@pytest.mark.parametrize(("family", "dtype"), [
+    ("glm4_moe", torch.float32),  # sigmoid scores, a bias for choosing, forbidden groups
+    ("deepseek_v2", torch.float32),  # weights that are not normalised, a dense first layer
+    ("qwen3_moe", torch.bfloat16),
+])
+def test_replay_is_faithful_to_other_routers_and_dtypes(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_model(family, num_hidden_layers=3).to(dtype)
+    engine = Engine(HostedModel(model), make_tokenizer(), name=family, draft=NgramDraft())
+    engine.set_policy(PRESETS["edgexpert"])
+    executed: list[list[LayerPlan]] = []
+    run_stage = engine.host.run
+    engine.host.run = lambda *a: (executed.append((out := run_stage(*a)).plans), out)[1]  # type: ignore[method-assign]
+    record_trace(engine, ["the fox and the fox and the"], tmp_path / "t.parquet", PARAMS, TREE)
+    trace = Trace(tmp_path / "t.parquet")
+    assert trace.facts.weights_dtype == str(executed[0][0].routing.weights.dtype).removeprefix("torch.")
+    for stage, plans in zip(trace.replay(PRESETS["edgexpert"]), executed, strict=True):
+        assert stage.draft_steps == 0  # n-grams have no weights
+        for ours, theirs in zip(stage.plans, plans, strict=True):
+            assert_same(ours, theirs)
 
 
 def test_recording_changes_no_text(record: Record, engine: Engine) -> None:
