@@ -138,18 +138,25 @@ def run_json(case: Case, result: RunResult) -> dict[str, Any]:
 
 
 def print_results(cases: list[Case], results: list[RunResult]) -> None:
-    """A row a run; bytes and energy of decoding for each token that it gave."""
-    rows = table("device", "model", "policy", "first token", "per token", "acceptance", "bytes/token", "experts", "mJ/token",
-                 "attention", "MoE", "draft", "other", "DRAM")
+    """A row a run, first its time and traffic, then the energy of decoding."""
+    times = table("device", "workload", "policy", "first token", "per token", "acceptance", "experts", "bytes per token")
+    energies = table("device", "workload", "policy", "mJ per token", "attention", "MoE", "draft", "other", "DRAM")
     for case, result in zip(cases, results, strict=True):
-        rows.add_row(result.device, result.model, case.policy, readable_seconds(result.ttft), readable_seconds(result.tpot),
-                     readable_number(result.acceptance_length), *_energy_cells(result))
-    print_rich(rows)
-    print_line("attention, MoE, draft and other are shares of the energy of decoding, and so is DRAM; experts is what an MoE "
-               "layer loads in a stage; latency counts whole stages, one after the other")
+        decode = result.decode
+        workload = result.model if case.workload == "dense" else Path(case.workload).name
+        some = decode.stages > 0
+        times.add_row(
+            result.device, workload, case.policy, readable_seconds(result.ttft), readable_seconds(result.tpot),
+            readable_number(result.acceptance_length), f"{decode.experts / decode.stages:.1f}" if some else NOTHING,
+            readable_bytes(decode.bytes / decode.emitted if some else None))
+        energies.add_row(result.device, workload, case.policy, *_energy_cells(result))
+    print_rich(times)
+    print_line("experts: what an MoE layer loads in a stage. bytes: all of external memory, in decoding.")
+    print_rich(energies)
+    print_line("energy of decoding; attention, MoE, draft and other add up to it, and DRAM is the share of external memory.")
     if any(case.synthetic for case in cases):
-        print_line("note: synthetic workload: "
-                   + ", ".join(sorted({case.workload for case in cases if case.synthetic})))
+        made_up = sorted({case.workload for case in cases if case.synthetic})
+        print_line(f"note: synthetic workload: {', '.join(made_up)}")
     if any(result.prefill.spill or result.decode.spill for result in results):
         print_line("note: activations did not fit into the shared SRAM and went to external memory; --json has the bytes")
 
@@ -159,14 +166,10 @@ def _energy_cells(result: RunResult) -> list[str]:
 
     decode = result.decode
     if not decode.stages:
-        return [NOTHING] * 8
+        return [NOTHING] * 6
     groups = grouped(decode.energy)
-    return [
-        readable_bytes(decode.bytes / decode.emitted), f"{decode.experts / decode.stages:.1f}",
-        f"{1e3 * decode.joules / decode.emitted:.3g}",
-        *(f"{100 * sum(groups[group].values()) / decode.joules:.1f} %" for group in GROUPS),
-        f"{100 * total(decode.energy, 'dram') / decode.joules:.1f} %",
-    ]
+    shares = [sum(groups[group].values()) for group in GROUPS] + [total(decode.energy, "dram")]
+    return [f"{1e3 * decode.joules / decode.emitted:.3g}", *(f"{100 * share / decode.joules:.1f} %" for share in shares)]
 
 
 def show_devices(json: bool) -> None:

@@ -70,7 +70,7 @@ def seconds(dram: Dram, count: Floats, bursts: Floats, activations: Floats) -> F
     """Time of transfers of ``count`` bytes each. Bursts and activations do not matter to the flat mode."""
     if dram.mode == "flat":
         return count / dram.bandwidth
-    available = 1 - dram.trfc / dram.trefi
+    available = 1 - (dram.trfc + dram.trcd) / dram.trefi  # a refresh closes all rows; then one has to be opened again
     cycles = bursts * dram.burst_cycles
     if dram.mode == "inorder":
         cycles = cycles + activations * (dram.trp + dram.trcd)

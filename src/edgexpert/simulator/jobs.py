@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from edgexpert.errors import UserError
 from edgexpert.simulator import dram
 from edgexpert.simulator.device import Device
-from edgexpert.simulator.shapes import AttentionShape, Matrix, ModelShape, encoder_parameters, parameters
+from edgexpert.simulator.shapes import AttentionShape, Matrix, ModelShape, encoder_matrices, parameters
 from edgexpert.simulator.units import adder_tree, mask_update, partition, union
 from edgexpert.simulator.workload import PlannedLayer, PlannedMatrix, PlannedStage
 
@@ -78,8 +78,7 @@ class StageJobs:
         last = self._draft() if self.planned.draft_steps else NONE
         last = self._add("embeddings", source=last, fetch=self.tokens * model.hidden * self.device.bytes_per_weight)
         if self.reuse:
-            weights = encoder_parameters()
-            self._weights("encoder", (Matrix(1, weights),), NONE, rows=self.tokens)
+            self._weights("encoder", encoder_matrices(), NONE, rows=self.tokens)
         for layer in range(model.layers):
             last = self._attention(layer, last)
             if layer in model.moe_layers:
@@ -230,7 +229,7 @@ class StageJobs:
         if kind == "none":
             raise UserError(f"{self.device.name} has no unit for prompt-wise expert reuse; simulate another policy or device")
         cycles = {"threshold": partition.threshold_cycles, "sorting": partition.sorting_cycles}[kind](self.tokens)
-        return {"partition": cycles, "union": union.union_cycles(self.tokens)}
+        return {"partition": cycles, "union": union.union_cycles(self.tokens) + 2}  # each of three groups ends in its own block
 
     def _experts(self, layer: int, plan: PlannedLayer, router: int) -> int:
         """Gate/up and down of every loaded expert.

@@ -235,8 +235,9 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def encoder_parameters() -> int:
-    """Weights that the bundled prompt encoder multiplies (its embedding table is only looked up)."""
-    config = json.loads((files("edgexpert.encoder") / "minilm-l6-v2" / "config.json").read_text("utf-8"))
-    hidden = config["hidden_size"]
-    return int(config["num_hidden_layers"] * (4 * hidden * hidden + 2 * hidden * config["intermediate_size"]))
+def encoder_matrices() -> tuple[Matrix, ...]:
+    """What the bundled prompt encoder multiplies; its embedding table is only looked up."""
+    config = json.loads((files("edgexpert") / "encoder" / "minilm-l6-v2" / "config.json").read_text("utf-8"))
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    layer = (*(Matrix(hidden, hidden),) * 4, Matrix(hidden, inner), Matrix(inner, hidden))
+    return layer * int(config["num_hidden_layers"])

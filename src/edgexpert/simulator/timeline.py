@@ -81,7 +81,8 @@ class ChromeTrace:
         np.maximum.at(finish, whose, timeline.finish)
         moved, busy = (np.bincount(whose, values) for values in (program.read + program.write, program.seconds))
         start = timeline.start[first]
-        for index, row in enumerate(first.tolist()):
+        for index in np.argsort(first).tolist():
+            row = int(first[index])
             job, op = program.job[row], Op(program.op[row])
             part = PARTS[jobs["part"][job]]
             facts = {"layer": int(jobs["layer"][job]), "expert": int(jobs["expert"][job]), "bytes": float(moved[index]),
