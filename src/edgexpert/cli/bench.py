@@ -81,8 +81,8 @@ def bench(
     ] = "exact,pruned,reuse,coalesced,edgexpert",
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help='One prompt a line, or JSON lines with "prompt". [default: four story openings]',
-                     show_default=False),
+        typer.Option(metavar="FILE", help='One prompt a line, or JSON lines with "prompt" or "text". '
+                                          "[default: four story openings]", show_default=False),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw a bar chart into this .png, .svg or .pdf.", show_default=False)
@@ -148,7 +148,7 @@ def print_comparison(measured: Sequence[Measured]) -> None:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """Prompts of a file: one a line, or where a line is a JSON object, its ``prompt``."""
+    """Prompts of a file: one a line, or where a line is a JSON object, its ``prompt`` or ``text``."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -165,9 +165,10 @@ def _prompt_of(line: str, number: int, file: Path) -> str:
     if not line.lstrip().startswith("{"):
         return line
     try:
-        prompt = jsonlib.loads(line)["prompt"]
-    except (ValueError, KeyError):
+        values = jsonlib.loads(line)
+        prompt = values.get("prompt", values.get("text"))
+    except ValueError:
         prompt = None
     if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError(f'line {number} of {file} is not a JSON object with a text in "prompt"; correct or remove it')
+        raise UserError(f'line {number} of {file} is not a JSON object with a text in "prompt" or "text"; correct or remove it')
     return prompt

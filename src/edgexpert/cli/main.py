@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from edgexpert.cli import bench, chat, generate, info, simulate, train
+from edgexpert.cli import bench, chat, generate, info, simulate, trace, train
 from edgexpert.errors import UserError
 
 INTERRUPTED = 130
@@ -46,6 +46,7 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(info.info)
+app.command()(trace.trace)
 app.command()(simulate.simulate)
 app.add_typer(train.app, name="train")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
@@ -154,8 +154,19 @@ class Trace:
                 if sampled_only and self.facts.channels == "sampled":
                     continue
                 raise self._without_channels(policy)
-            plans = [_plan(policy, recorded.stage, layer, storages.get(layer.layer)) for layer in recorded.layers]
-            yield PlannedStage(recorded.stage, plans, recorded.emitted, recorded.draft_steps)
+            stage = self._weighed(recorded.stage, policy)
+            plans = [_plan(policy, stage, layer, storages.get(layer.layer)) for layer in recorded.layers]
+            yield PlannedStage(stage, plans, recorded.emitted, recorded.draft_steps)
+
+    def _weighed(self, stage: Stage, policy: Policy) -> Stage:
+        """The stage with the importance of its prompt as the policy wants it normalised."""
+        recorded = self.facts.policy["importance"]
+        if stage.importance is None or policy.importance == recorded or not policy.prompt_wise_expert_reuse:
+            return stage
+        if recorded == "quantile":
+            raise UserError(f"the trace {self.file} holds importance as quantiles, from which no {policy.importance} can be "
+                            f"made; record it with --importance {policy.importance}")
+        return replace(stage, importance=policy.weigh_prompt(stage.importance))
 
     def _without_channels(self, policy: Policy) -> UserError:
         hint = " or replay the sampled stages alone (sampled_only)" if self.facts.channels == "sampled" else ""
@@ -179,8 +190,7 @@ class Trace:
         use = ExpertUse(*torch.zeros(2, len(self.facts.layers), self.facts.num_experts, dtype=torch.float64))
         for recorded in self.stages():
             for row, layer in enumerate(recorded.layers):
-                use.tokens[row].index_add_(0, layer.exact.pair_expert, torch.ones_like(layer.exact.pair_weight).double())
-                use.weight[row].index_add_(0, layer.exact.pair_expert, layer.exact.pair_weight.double())
+                use.add(row, layer.exact)
         return use
 
     def stages(self) -> Iterator[RecordedStage]:

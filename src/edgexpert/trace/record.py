@@ -43,7 +43,7 @@ def record_trace(
         recorder = TraceRecorder(writer, facts_of(engine, channels, params.seed))
         engine.host.recorder = recorder
         try:
-            for recorder.text, prompt in enumerate(prompts):  # noqa: B020
+            for recorder.text, prompt in enumerate(prompts):
                 engine.generate(prompt, params, tree)
                 advance()
         finally:

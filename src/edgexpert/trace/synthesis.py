@@ -20,6 +20,7 @@ from torch import Tensor
 from edgexpert.errors import UserError
 from edgexpert.plan import Routing, Scores
 from edgexpert.policy import Policy
+from edgexpert.simulator.shapes import model_named
 from edgexpert.stage import Stage, TokenTree
 from edgexpert.trace.channels import generator
 from edgexpert.trace.schema import Facts
@@ -60,30 +61,28 @@ class RoutingModel:
         return torch.stack(parts, 1)
 
 
-FITTED = RoutingModel(popularity=0.400, position=0.385)
+FITTED = RoutingModel(popularity=0.394, position=0.390)
 """What `fit` finds for Qwen3's two facts."""
 
 
 @dataclass(frozen=True)
-class ModelSizes:
-    """What the routing of a published model looks like, from its configuration; its acceptance length from Table IV."""
+class Published:
+    """What a synthetic trace takes from a published model beside its sizes.
 
-    model_type: str
-    layers: range
-    num_experts: int
-    top_k: int
-    hidden: int
-    intermediate: int
-    vocabulary: int
-    normalise: bool
+    Attributes:
+        acceptance: Baseline's acceptance length on MT-Bench (Table IV).
+        normalise: whether the router divides a token's weights by their sum.
+    """
+
     acceptance: float
+    normalise: bool
 
 
 MODELS = {
-    "granite-1b-a400m": ModelSizes("granitemoe", range(24), 32, 8, 1024, 512, 49155, True, 3.9),
-    "olmoe-1b-7b": ModelSizes("olmoe", range(16), 64, 8, 2048, 1024, 50304, False, 4.0),
-    "deepseek-v2-lite": ModelSizes("deepseek_v2", range(1, 27), 64, 6, 2048, 1408, 102400, False, 3.8),
-    "qwen3-30b-a3b": ModelSizes("qwen3_moe", range(48), 128, 8, 2048, 768, 151936, True, 4.3),
+    "granite-1b-a400m": Published(3.9, True),
+    "olmoe-1b-7b": Published(4.0, False),
+    "deepseek-v2-lite": Published(3.8, False),
+    "qwen3-30b-a3b": Published(4.3, True),
 }
 
 
@@ -107,40 +106,41 @@ def synthesise_trace(
     """
     if name not in MODELS:
         raise UserError(f"there is no model {name!r} to synthesise; choose one of {', '.join(MODELS)}")
-    sizes = MODELS[name]
+    published, shape = MODELS[name], model_named(name)
+    moe = len(shape.moe_layers)
     facts = Facts(
-        model=name, model_type=sizes.model_type, num_experts=sizes.num_experts, top_k=sizes.top_k, layers=list(sizes.layers),
-        hidden=sizes.hidden, intermediate=sizes.intermediate, gate_up_outputs=2 * sizes.intermediate,
-        normalise=[sizes.normalise] * len(sizes.layers), scale=[1.0] * len(sizes.layers), draft="eagle3",
-        policy=Policy().resolved(model_type=sizes.model_type, num_experts=sizes.num_experts, top_k=sizes.top_k).to_json(),
+        model=name, model_type=shape.model_type, num_experts=shape.experts, top_k=shape.top_k, layers=list(shape.moe_layers),
+        hidden=shape.hidden, intermediate=shape.intermediate, gate_up_outputs=2 * shape.intermediate,
+        normalise=[published.normalise] * moe, scale=[1.0] * moe, draft="eagle3",
+        policy=Policy().resolved(model_type=shape.model_type, num_experts=shape.experts, top_k=shape.top_k).to_json(),
         channels="full", synthetic=True, seed=seed,
     )
-    sharpness = fit_sharpness(acceptance or sizes.acceptance)
+    sharpness = fit_sharpness(acceptance or published.acceptance)
     with TraceWriter(file) as writer:
-        for stage, layers in _stages(name, sizes, stages, prompt_tokens, sharpness, seed):
+        for stage, layers in _stages(facts, shape.vocabulary, stages, prompt_tokens, sharpness):
             writer.append(facts, stage, layers)
             advance()
 
 
 def _stages(
-    name: str, sizes: ModelSizes, stages: int, prompt_tokens: int, sharpness: float, seed: int
+    facts: Facts, vocabulary: int, stages: int, prompt_tokens: int, sharpness: float
 ) -> Iterator[tuple[Row, list[Row]]]:
-    random = generator(name, seed)
-    popularity = torch.randn(len(sizes.layers), sizes.num_experts, generator=generator(name, seed, "popularity"))
+    random = generator(facts.model, facts.seed)
+    popularity = torch.randn(len(facts.layers), facts.num_experts, generator=random)
 
     def layers(positions: Tensor, depth: Tensor) -> list[Row]:
         logits = FITTED.logits(popularity, positions, depth, random)
-        return [_layer(layer, of_layer, sizes) for layer, of_layer in zip(sizes.layers, logits, strict=True)]
+        return [_layer(number, of_layer, facts) for number, of_layer in enumerate(logits)]
 
     here = torch.randn(popularity.shape, generator=random)  # the position part of the next token to run
     positions = FITTED.positions(here, prompt_tokens + 1, random)
     here = positions[:, -1]
-    tokens = torch.randint(sizes.vocabulary, (prompt_tokens,), generator=random)
+    tokens = torch.randint(vocabulary, (prompt_tokens,), generator=random)
     prefill = Stage.prefill(tokens, importance=_importance(prompt_tokens, random))
     yield stage_row(prefill, 0, [], 1, 0), layers(positions, prefill.depth)
     prefix = prompt_tokens
     for _ in range(stages):
-        tree = draw_tree(sharpness, sizes.vocabulary, random)
+        tree = draw_tree(sharpness, vocabulary, random)
         accepted = walk(tree, random)
         positions = FITTED.positions(here, TREE.depth + 2, random)
         verify = Stage.verify(tree, prefix)
@@ -149,11 +149,11 @@ def _stages(
         prefix += len(accepted)
 
 
-def _layer(layer: int, logits: Tensor, sizes: ModelSizes) -> Row:
+def _layer(number: int, logits: Tensor, facts: Facts) -> Row:
     gate = logits.softmax(-1)
-    scores = Scores(gate, gate, sizes.normalise)
-    experts = gate.topk(sizes.top_k).indices
-    return layer_row(layer, Routing(experts, scores.weights(experts), sizes.num_experts), scores)
+    scores = Scores(gate, gate, facts.normalise[number], facts.scale[number])
+    experts = gate.topk(facts.top_k).indices
+    return layer_row(facts.layers[number], Routing(experts, scores.weights(experts), facts.num_experts), scores)
 
 
 def _importance(tokens: int, random: torch.Generator) -> Tensor:

@@ -7,6 +7,8 @@ acceptance length is the sum of the tree's path probabilities.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -55,7 +57,8 @@ def walk(tree: TokenTree, random: torch.Generator) -> list[int]:
             return path
 
 
-def fit_sharpness(acceptance: float, trees: int = 48) -> float:
+@cache
+def fit_sharpness(acceptance: float, trees: int = 32) -> float:
     """The sharpness whose trees emit ``acceptance`` tokens a stage on average.
 
     Raises:
@@ -64,8 +67,8 @@ def fit_sharpness(acceptance: float, trees: int = 48) -> float:
     if not 1.2 <= acceptance <= TREE.depth + 0.5:
         raise UserError(f"an acceptance length of {acceptance} cannot be synthesised with trees of depth {TREE.depth}; give one "
                         f"from 1.2 to {TREE.depth + 0.5}")
-    low, high = 0.1, 20.0
-    for _ in range(12):
+    low, high = 0.3, 10.0
+    for _ in range(10):
         middle = (low * high) ** 0.5
         random = generator("sharpness")
         length = sum(expected_length(draw_tree(middle, 1000, random)) for _ in range(trees)) / trees
