@@ -49,7 +49,7 @@ def test_bytes_equal_those_of_the_plans_and_latency_respects_the_roofline(
 
 @settings(max_examples=20, deadline=None)
 @given(policy=st.sampled_from(sorted(PRESETS)), kind=st.sampled_from(["prefill", "verify"]), seed=st.integers(0, 1000))
-def test_no_instruction_begins_before_what_it_waits_for_and_no_resource_does_two_at_once(policy: str, kind: str, seed: int) -> None:
+def test_instructions_wait_for_what_they_need_and_resources_do_one_thing_at_a_time(policy: str, kind: str, seed: int) -> None:
     random = torch.Generator().manual_seed(seed)
     stage = planned(resolved(policy), random_stage(kind, 20, random), seed, draft_steps=2 if kind == "verify" else 0)
     timeline = simulate_stage(MODEL, DEVICE, stage, reuse=resolved(policy).prompt_wise_expert_reuse)[1]

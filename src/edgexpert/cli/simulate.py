@@ -11,7 +11,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from edgexpert.cli.options import Json
-from edgexpert.cli.show import NOTHING, print_json, print_line, print_rich, readable_bytes, readable_number, readable_seconds, table
+from edgexpert.cli.show import (
+    NOTHING,
+    print_json,
+    print_line,
+    print_rich,
+    readable_bytes,
+    readable_number,
+    readable_seconds,
+    table,
+)
 from edgexpert.errors import UserError
 
 if TYPE_CHECKING:

@@ -242,6 +242,6 @@ def _value(hint: Any, value: Any, key: str, file: str) -> Any:
     fits = number and (hint is float or isinstance(value, int)) if hint in (int, float) else isinstance(value, hint)
     if not fits:
         raise UserError(f"{key} of the device {file} must be {wanted}, not {value!r}")
-    if number and not (0 < value < float("inf") or value == 0 and key.rpartition(".")[2] in MAY_BE_ZERO):
+    if number and not (0 < value < float("inf") or (value == 0 and key.rpartition(".")[2] in MAY_BE_ZERO)):
         raise UserError(f"{key} of the device {file} must be above 0, not {value}")
     return value

@@ -40,10 +40,8 @@ class PlannedMatrix:
     @classmethod
     def of(cls, selection: ChannelSelection, routing: Routing) -> PlannedMatrix:
         loaded = selection.loaded[routing.loaded]  # [U, C]
-        if selection.compute is None:
-            per_pair = selection.loaded.sum(1)[routing.pair_expert]
-        else:
-            per_pair = selection.compute.sum(1)
+        compute = selection.compute  # None: every token of an expert computes on all that is loaded
+        per_pair = selection.loaded.sum(1)[routing.pair_expert] if compute is None else compute.sum(1)
         computed = torch.zeros(routing.num_experts, dtype=torch.long, device=per_pair.device)
         computed.index_add_(0, routing.pair_expert, per_pair)
         packed = np.packbits(loaded.cpu().numpy(), axis=1, bitorder="little")
