@@ -59,6 +59,7 @@ def test_a_file_of_ones_own_is_a_device(run: Run, tmp_path: Path) -> None:
     ((*DENSE, "--policy", "pruned"), "give --policy with --trace alone"),
     ((*DENSE, "--device", "edgexpert", "--device", "smolpu", "--timeline", "t.json"), "a timeline is of one run"),
     (("--dense", "granite-1b-a400m", "--experts", "33"), "cannot load 33 distinct ones of 32"),
+    ((*DENSE, "--out", "nowhere/results.parquet"), "there is no folder nowhere"),
     (("--trace", "nowhere.parquet"), "there is no trace"),
 ])
 def test_what_cannot_be_simulated_is_refused_with_one_sentence(run: Run, arguments: tuple[str, ...], message: str) -> None:

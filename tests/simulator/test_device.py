@@ -66,6 +66,8 @@ def test_a_file_on_disk_gives_what_differs_and_a_change_to_it_changes_the_result
     ('base = "edgexpert"\ndrafts = 1\n', r"drafts .* must be true or false"),
     ('base = "edgexpert"\narray = 3\n', r"array .* must be a table"),
     ('base = "edgexpert"\ncomponents = []\n', r"components .* must be a list of tables"),
+    ('base = "edgexpert"\n[dram]\ntrfc = 9000\n', r"dram\.trfc .* leaves no time between refreshes"),
+    ('base = "edgexpert"\n[dram]\nburst_bytes = 48\n', r"dram\.page_bytes .* must be a multiple"),
     ('name = "x"\n', r"lacks the key policy"),
     ('base = "nope"\n', r"there is no device 'nope'"),
     ("name = \n", r"cannot be read"),

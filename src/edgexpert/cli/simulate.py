@@ -90,6 +90,9 @@ def simulate(
         return
     if not trace and not dense:
         raise UserError("nothing to simulate; give --trace FILE or --dense MODEL, or --devices to list the devices")
+    for file in (timeline, out):
+        if file is not None and not file.parent.is_dir():
+            raise UserError(f"there is no folder {file.parent} to write {file.name} into; make it first")
     from edgexpert.cases import Dense, dense_case, trace_case
     from edgexpert.simulator.device import load_device
     from edgexpert.simulator.shapes import model_named

@@ -183,7 +183,13 @@ def load_device(name: str) -> Device:
     Raises:
         UserError: there is none, or a key of its file is missing, unknown or nonsensical.
     """
-    return _build(Device, _table(name), "", name)
+    device: Device = _build(Device, _table(name), "", name)
+    dram = device.dram
+    if dram.trfc + dram.trcd >= dram.trefi:
+        raise UserError(f"dram.trfc of the device {name} leaves no time between refreshes; give less than dram.trefi")
+    if dram.page_bytes % dram.burst_bytes:
+        raise UserError(f"dram.page_bytes of the device {name} must be a multiple of dram.burst_bytes")
+    return device
 
 
 def _table(name: str, below: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class StageJobs:
         self.occupied = self.resident * state
 
     def build(self) -> Jobs:
-        model, layers = self.model, iter(self.planned.layers())
+        model, layers = self.model, iter(self.planned.layers)
         if len(self.planned.plans) != len(model.moe_layers):
             raise UserError(f"the workload has {len(self.planned.plans)} MoE layers, but {model.name} has "
                             f"{len(model.moe_layers)}; give the model that was traced")

@@ -145,10 +145,9 @@ def simulate_stage(model: ModelShape, device: Device, planned: PlannedStage, reu
     """One stage alone; the timeline for those who want to look at it."""
     program = compile_stage(model, device, planned, reuse)
     timeline = schedule(program)
-    layers = planned.layers() if planned.plans else []
     result = StageResult(
         kind=planned.stage.kind, tokens=len(planned.stage.tokens), emitted=planned.emitted,
-        experts=sum(len(layer.experts) for layer in layers) / max(1, len(layers)),
+        experts=sum(len(layer.experts) for layer in planned.layers) / len(planned.layers),
         latency=timeline.latency, busy={r.name.lower(): float(timeline.busy[r]) for r in Resource},
         read=_by_part(program, program.read), write=_by_part(program, program.write), spill=_spilled(program),
         macs=_by_part(program, program.macs), energy=energy(program, device), sram=float(program.sram.max()),

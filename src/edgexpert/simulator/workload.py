@@ -116,6 +116,7 @@ class PlannedStage:
     emitted: int
     draft_steps: int = 0
 
+    @cached_property
     def layers(self) -> list[PlannedLayer]:
         """The plans, counted."""
         return [plan if isinstance(plan, PlannedLayer) else PlannedLayer.of(plan, self.stage) for plan in self.plans]
