@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgexpert.errors import UserError
-from edgexpert.simulator import dram
+from edgexpert.simulator.costs import Columns, Costs
 from edgexpert.simulator.device import Device
-from edgexpert.simulator.shapes import AttentionShape, Matrix, ModelShape, encoder_matrices, parameters
-from edgexpert.simulator.units import adder_tree, mask_update, partition, union
-from edgexpert.simulator.workload import PlannedLayer, PlannedMatrix, PlannedStage
+from edgexpert.simulator.shapes import AttentionShape, Matrix, ModelShape, encoder_matrices
+from edgexpert.simulator.units import partition, union
+from edgexpert.simulator.workload import PlannedLayer, PlannedStage
 
 PARTS = ("attention", "kv_cache", "router", "experts", "shared_experts", "dense", "lm_head", "embeddings", "draft", "encoder")
 """What a job belongs to. ``kv_cache`` is the cache and the attention over it, ``dense`` a layer without experts."""
@@ -39,10 +39,6 @@ JOB = np.dtype([
     ("sram", "f8"),  # bytes of the shared SRAM in use
 ])
 Jobs = NDArray[np.void]
-Floats = NDArray[np.float64]
-Counts = NDArray[np.int64]
-Columns = dict[str, Any]
-"""What is given of a job; the rest is 0."""
 
 HEAD_GROUPS = 16
 """Parts into which a layer's attention is cut; the paper does not say how it orders attention."""
@@ -61,6 +57,7 @@ class StageJobs:
         self.tokens = len(planned.stage.tokens)
         self.broadcast = planned.stage.kind == "prefill"
         self.reuse = reuse and self.broadcast
+        self.costs = Costs(model.name, device, self.broadcast)
         self.count = 0
         self.chunks: list[Jobs] = []
         precision = device.precision
@@ -115,40 +112,7 @@ class StageJobs:
 
     def _weights(self, part: str, matrices: Sequence[Matrix], source: int, rows: int, **columns: Any) -> int:
         """Adds one job that multiplies whole matrices, all on the same ``rows``."""
-        return self._add(part, source=source, **self._columns(matrices, rows) | columns)
-
-    def _columns(self, matrices: Sequence[Matrix], rows: int) -> Columns:
-        """What that job loads and computes."""
-        fmt = self.device.format
-        total = parameters(tuple(matrices))
-        scales = sum(fmt.read(m.outputs, 0, fmt.groups(m.inputs)) for m in matrices)
-        values = total * fmt.value
-        pe_cycles = sum(float(self._cycles(m.outputs, np.array([float(m.inputs)]), np.array([rows]))[0]) for m in matrices)
-        return {"values": values, "scales": scales, "macs": rows * total, "pe_cycles": pe_cycles,
-                "inputs": rows * matrices[0].inputs * self.activation, "quantise": rows * sum(m.outputs for m in matrices),
-                **self._whole_accesses(np.array([values + scales]))}
-
-    def _cycles(self, outputs: int, channels: Floats, rows: Counts) -> Floats:
-        """Cycles of the PE array for each expert's rows, on ``channels`` input channels a row.
-
-        A line's PEs work on outputs, lines and cores on input channels. Prefill gives all clusters the same weights and each
-        its own tokens; decoding gives all clusters the same token and each its own outputs (section IV-A).
-        """
-        array = self.device.array
-        steps = np.ceil(channels / (array.cores * array.lines))
-        if self.broadcast:
-            return np.asarray(np.ceil(rows / array.clusters) * ceil(outputs / array.pes) * steps, np.float64)
-        return np.asarray(rows * ceil(outputs / (array.clusters * array.pes)) * steps, np.float64)
-
-    def _whole_accesses(self, count: Floats) -> Columns:
-        """Bursts and activations of runs of ``count`` bytes each; nothing where external memory is flat."""
-        if self.device.dram.mode == "flat":
-            return {}
-        lengths, owner = np.ceil(count).astype(np.int64), np.arange(len(count))
-        some = lengths > 0
-        bursts, activations = dram.count_accesses(self.device.dram, np.zeros_like(lengths)[some], lengths[some], owner[some],
-                                                  len(count))
-        return {"bursts": bursts, "activations": activations}
+        return self._add(part, source=source, **self.costs.matrices(matrices, rows) | columns)
 
     def _attention(self, layer: int, source: int) -> int:
         jobs = self._one_attention.copy()
@@ -162,10 +126,11 @@ class StageJobs:
 
         Head by head group: the scores of one are computed while the weights of the next stream in.
         """
-        shape, tokens, spilled = self.model.attention, self.tokens, self.spilled * self.tokens * self.model.hidden
-        groups = gcd(HEAD_GROUPS, shape.heads)
-        before = self._columns(shape.before, tokens) | {"fetch": spilled * self.activation, "simd": tokens * self.model.hidden}
-        after = self._columns(shape.after, tokens) | {"write": spilled * self.accumulator, "simd": tokens * self.model.hidden}
+        shape, tokens, groups = self.model.attention, self.tokens, gcd(HEAD_GROUPS, self.model.attention.heads)
+        values = tokens * self.model.hidden
+        before, after = (self.costs.matrices(matrices, tokens) | {"simd": values} for matrices in (shape.before, shape.after))
+        before["fetch"] = self.spilled * values * self.activation
+        after["write"] = self.spilled * values * self.accumulator
         jobs = np.concatenate([
             np.concatenate([self._jobs("attention", **_divided(before, groups)),
                             self._jobs("kv_cache", source=2 * group, **_divided(self._scores(shape, tokens), groups))])
@@ -182,7 +147,7 @@ class StageJobs:
         macs = rows * seen * shape.score_macs * passes
         return {"values": stage.prefix * kept, "macs": macs, "pe_cycles": macs / self.device.array.macs,
                 "inputs": rows * shape.cached * self.activation, "simd": rows * seen * shape.heads, "write": rows * kept,
-                **self._whole_accesses(np.array([stage.prefix * kept]))}
+                **self.costs.whole_accesses(np.array([stage.prefix * kept]))}
 
     def _feed_forward(self, part: str, layer: int, matrices: Sequence[Matrix], source: int) -> int:
         """A gated network that every token runs through."""
@@ -252,7 +217,7 @@ class StageJobs:
         jobs = self._jobs("experts", 2 * experts, layer=layer, expert=np.repeat(plan.experts, 2), decider=router,
                           sram=self.occupied + np.repeat(kept, 2) * at_once)
         for half, matrix, selected in ((0, gate_up, plan.gate_up), (1, down, plan.down)):
-            for column, values in self._expert_columns(matrix, selected, plan).items():
+            for column, values in self.costs.experts(matrix, selected, plan).items():
                 jobs[column][half::2] = values
         jobs["source"][0::2] = router
         jobs["source"][1::2] = self.count + place[0::2]
@@ -263,55 +228,6 @@ class StageJobs:
         jobs["write"][0::2] = inner - kept
         jobs["write"][1::2] = rows_away * self.accumulator
         return self._append(jobs[order])
-
-    def _expert_columns(self, matrix: Matrix, selected: PlannedMatrix | None, plan: PlannedLayer) -> Columns:
-        """What one matrix of every expert loads and computes."""
-        fmt, device, experts = self.device.format, self.device, len(plan.experts)
-        share: Floats | float = 1.0 if plan.value_share is None else plan.value_share
-        if selected is None:
-            channels = np.full(experts, float(matrix.inputs))
-            groups = np.full(experts, float(fmt.groups(matrix.inputs)))
-            computed = plan.rows * channels
-        else:
-            if fmt.group and matrix.inputs % fmt.group:
-                raise UserError(f"precision.group {fmt.group} of {device.name} does not divide the {matrix.inputs} channels "
-                                f"of {self.model.name}; give a device with another group")
-            channels, computed = selected.channels.astype(float), selected.computed.astype(float)
-            groups = selected.touched(fmt.group).sum(1).astype(float) if fmt.group else np.zeros(experts)
-        values = fmt.read(matrix.outputs, channels, np.zeros(experts), share, plan.index_bits)
-        scales = fmt.read(matrix.outputs, np.zeros(experts), groups)
-        if plan.index_bits and device.units.skips_zero_weights:
-            computed = computed * share
-        columns: Columns = {
-            "values": values, "scales": scales, "macs": computed * matrix.outputs,
-            "pe_cycles": self._cycles(matrix.outputs, computed / plan.rows, plan.rows),
-            "inputs": computed * self.activation,
-        }
-        if selected is None:
-            return columns | self._whole_accesses(values + scales)
-        return columns | self._selected_accesses(matrix, selected) | self._score_cycles(selected, plan)
-
-    def _selected_accesses(self, matrix: Matrix, selected: PlannedMatrix) -> Columns:
-        """Bursts and activations of the runs of channels, and of the rows of scales that they touch."""
-        if self.device.dram.mode == "flat":
-            return {}
-        fmt = self.device.format
-        masks = [(selected.mask, matrix.outputs * fmt.value)]
-        if fmt.group:
-            masks.append((selected.touched(fmt.group), matrix.outputs * fmt.scale))
-        counted = [dram.count_mask_accesses(self.device.dram, mask, row) for mask, row in masks]
-        return {"bursts": sum(bursts for bursts, _ in counted), "activations": sum(opened for _, opened in counted)}
-
-    def _score_cycles(self, selected: PlannedMatrix, plan: PlannedLayer) -> Columns:
-        """Cycles of the coalescing unit for each expert; 0 for a device without one."""
-        kind = self.device.units.adder_tree
-        if kind == "none":
-            return {}
-        if kind == "reconfigurable":
-            score = adder_tree.reconfigurable_cycles(selected.total, plan.rows)
-        else:
-            score = adder_tree.fixed_cycles(selected.total, plan.depths)
-        return {"score": score, "update": mask_update.update_cycles(selected.total)}
 
 
 def _divided(columns: Columns, parts: int) -> Columns:
