@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgexpert.cli import plot
-from edgexpert.cli.bench import read_prompts
+from edgexpert.cli.prompts import read_prompts
 from edgexpert.errors import UserError
 from tests.cli.conftest import Run
 

@@ -238,7 +238,6 @@ class HostedModel:
             return self._library(block, x, *args, **kwargs)
         routing = running.routings[block.layer]
         received = running.received.get(block.layer)
-
         down_seen: list[Tensor] = []
 
         def select(activations: Tensor) -> ChannelSelection | None:
@@ -252,14 +251,13 @@ class HostedModel:
         gate_up = select(x[routing.pairs[0]]) if self.policy.fine_pruning else None
         if gate_up is None and int(routing.experts.max()) < block.num_experts:
             plan = LayerPlan(block.layer, routing, storage=self.storage.get(block.layer))
-            read = plan.bytes(block.shape)
             out = self._library(block, x, *args, **kwargs)
         else:
             out, down, read = run_experts(x, routing, block.weights(), gate_up, select_down)
             plan = LayerPlan(block.layer, routing, gate_up, down, self.storage.get(block.layer))
             assert plan.storage is not None or abs(plan.bytes(block.shape) - read) < 1, "bytes planned are the bytes read"
         running.plans[block.layer] = plan
-        running.expert_bytes += read
+        running.expert_bytes += plan.bytes(block.shape)
         if self.recorder is not None:
             (stage,) = running.stages
             self.recorder.layer(LayerRecord(
