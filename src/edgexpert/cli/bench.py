@@ -20,6 +20,7 @@ from edgexpert.errors import UserError
 if TYPE_CHECKING:
     from edgexpert.engine import Engine
     from edgexpert.generation import Generation
+    from edgexpert.speculation.draft import TreeShape
     from edgexpert.speculation.sampling import SamplingParams
 
 PROMPTS = (
@@ -98,9 +99,9 @@ def bench(
         require_matplotlib(plot)
     for name in names:
         options.policy_named(name)
-    params = options.sampling
+    params, shape = options.sampling, options.tree
     engine = options.load()
-    measured = measure(engine, options, params, names, texts)
+    measured = measure(engine, options, params, shape, names, texts)
     if plot is not None:
         draw_comparison(measured, plot)
     if json:
@@ -113,7 +114,7 @@ def bench(
 
 
 def measure(
-    engine: Engine, options: Options, params: SamplingParams, names: Sequence[str], prompts: Sequence[str]
+    engine: Engine, options: Options, params: SamplingParams, shape: TreeShape, names: Sequence[str], prompts: Sequence[str]
 ) -> list[Measured]:
     """Every policy on every prompt, after a short warm-up of each policy that does not count."""
     warm_up = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
@@ -123,10 +124,10 @@ def measure(
         task = progress.add_task("measuring", total=len(names) * len(prompts))
         for name in names:
             engine.set_policy(options.policy_named(name))
-            engine.generate(prompts[0], warm_up, options.tree)
+            engine.generate(prompts[0], warm_up, shape)
             generations = []
             for prompt in prompts:
-                generations.append(engine.generate(prompt, params, options.tree))
+                generations.append(engine.generate(prompt, params, shape))
                 progress.advance(task)
             measured.append(Measured(name, generations))
     return measured
