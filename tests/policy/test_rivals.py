@@ -101,8 +101,8 @@ def test_experts_that_are_stored_otherwise_are_loaded_whole() -> None:
 
 
 @pytest.mark.parametrize(("change", "rule"), [
-    ({"weight_sparsity": 1.0}, "weight_sparsity (1.0) must be from 0 to below 1"),
-    ({"low_bit_saving": 0.6}, "low_bit_saving (0.6) must be from 0 to 0.5"),
+    ({"weight_sparsity": 1.0}, "`weight_sparsity` (1.0) must be from 0 to below 1"),
+    ({"low_bit_saving": 0.6}, "`low_bit_saving` (0.6) must be from 0 to 0.5"),
     ({"weight_sparsity": 0.5, "low_bit_saving": 0.3}, "exclude one another"),
     ({"weight_sparsity": 0.5, "fine_pruning": True}, "exclude one another"),
 ])
