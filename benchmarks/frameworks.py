@@ -8,19 +8,17 @@ stages and of the drafting for them. The first stage of each text is not counted
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import time
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.progress import track
 
 import edgexpert
+from common import BUNDLED_TEXTS, RESULTS, ModelName, Texts, cut_texts, machine, save
 from edgexpert.engine import Engine
 from edgexpert.errors import UserError
 from edgexpert.generation import Speculation
@@ -36,7 +34,6 @@ from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.speculation.sampling import Sampler, SamplingParams
 from self_draft import GROUP, MoeDraft, stored_bits, weight_bytes
 
-BUNDLED_TEXTS = Path(edgexpert.__file__).parent / "models" / "stories" / "held_out.jsonl"
 SELF_DRAFT_BITS = (2, 3)
 SCALED_BITS = 4  # at which an edge device would store target and drafts
 
@@ -102,24 +99,21 @@ def summarise(rows: list[dict[str, Any]], scaling: float) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="bundled name, folder or Hub name")] = "stories",
+    model: ModelName = "stories",
     draft: Annotated[str, typer.Option(help="EAGLE-3: auto for the one beside the model, or a folder")] = "auto",
     medusa: Annotated[str | None, typer.Option(help="folder of Medusa heads")] = None,
     little: Annotated[str | None, typer.Option(help="folder of a smaller causal model")] = None,
-    texts: Annotated[Path, typer.Option(help='JSON lines with a "text" each')] = BUNDLED_TEXTS,
+    texts: Texts = BUNDLED_TEXTS,
     prompt_tokens: int = 100,
     new_tokens: int = 120,
     limit: int = 24,
     tree_size: int = 64,
     tree_depth: int = 6,
-    out: Path = Path("benchmarks/results"),
+    out: Path = RESULTS,
 ) -> None:
     engine = edgexpert.load(model, draft="none")
     shape = TreeShape(size=tree_size, depth=tree_depth)
-    encoded = [engine.encode(json.loads(line)["text"]) for line in texts.read_text(encoding="utf-8").splitlines()]
-    prompts = [ids[:prompt_tokens] for ids in encoded if len(ids) >= prompt_tokens][:limit]
-    if not prompts:
-        raise UserError(f"no text in {texts} has {prompt_tokens} tokens; give longer texts or a lower --prompt-tokens")
+    prompts = [prompt for prompt, _ in cut_texts(engine, texts, prompt_tokens, 0, limit)]
     drafts = make_drafts(engine, draft, medusa, little)
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in drafts}
     for prompt in track(prompts, description="texts"):
@@ -133,16 +127,11 @@ def main(
             row[f"{kind}normalised"] = (row[f"{kind}target_kb_per_token"] + row[f"{kind}draft_kb_per_token"]) / plain
     about = {
         "model": model, "texts": len(prompts), "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "tree": vars(shape),
-        "stored_bits": bits, "scaled_bits": stored_bits(SCALED_BITS), "torch": torch.__version__,
-        "threads": torch.get_num_threads(), "machine": platform.processor() or platform.machine(),
+        "stored_bits": bits, "scaled_bits": stored_bits(SCALED_BITS), **machine(),
     }
-    out.mkdir(parents=True, exist_ok=True)
     stem = out / f"frameworks-{Path(model).name}"
-    stem.with_suffix(".json").write_text(json.dumps({"about": about, "frameworks": table, "rows": rows}, indent=1))
-    markdown = as_markdown(table, about)
-    stem.with_suffix(".md").write_text(markdown)
+    save(stem, {"about": about, "frameworks": table, "rows": rows}, as_markdown(table, about))
     plot(table, stem.with_suffix(".png"))
-    print(markdown)
 
 
 def as_markdown(table: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:

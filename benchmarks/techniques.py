@@ -8,22 +8,18 @@ the prompt gives acceptance length, traffic and speed. Policies are interleaved 
 
 from __future__ import annotations
 
-import json
 import math
-import platform
 import statistics
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
 import typer
 from rich.progress import track
 
 import edgexpert
+from common import BUNDLED_TEXTS, RESULTS, ModelName, Texts, cut_texts, machine, save
 from edgexpert.policy import PRESETS
 from edgexpert.speculation.draft import TreeShape
-
-BUNDLED_TEXTS = Path(edgexpert.__file__).parent / "models" / "stories" / "held_out.jsonl"
 
 
 def measure(engine: Any, policy: str, prompt: list[int], truth: list[int], shape: TreeShape) -> dict[str, float]:
@@ -58,24 +54,19 @@ def summarise(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="bundled name, folder or Hub name")] = "stories",
+    model: ModelName = "stories",
     draft: str = "auto",
-    texts: Annotated[Path, typer.Option(help='JSON lines with a "text" each')] = BUNDLED_TEXTS,
+    texts: Texts = BUNDLED_TEXTS,
     prompt_tokens: int = 100,
     new_tokens: int = 120,
     limit: int = 24,
     tree_size: int = 64,
     tree_depth: int = 6,
-    out: Path = Path("benchmarks/results"),
+    out: Path = RESULTS,
 ) -> None:
     engine = edgexpert.load(model, draft=draft)
     shape = TreeShape(size=tree_size, depth=tree_depth)
-    cut = []
-    for line in texts.read_text(encoding="utf-8").splitlines():
-        ids = engine.encode(json.loads(line)["text"])
-        if len(ids) >= prompt_tokens + new_tokens:
-            cut.append((ids[:prompt_tokens], ids[prompt_tokens : prompt_tokens + new_tokens]))
-    cut = cut[:limit]
+    cut = cut_texts(engine, texts, prompt_tokens, new_tokens, limit)
     rows: dict[str, list[dict[str, float]]] = {policy: [] for policy in PRESETS}
     for prompt, truth in track(cut, description="texts"):
         for policy in PRESETS:
@@ -84,19 +75,14 @@ def main(
     plain = engine.host.plain_decode_expert_bytes / 1e3
     about = {
         "model": model, "draft": engine.draft.name if engine.draft else "none", "texts": len(cut), "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens, "tree": vars(shape), "torch": torch.__version__, "threads": torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(), "plain_decoding_expert_kb_per_token": plain,
+        "new_tokens": new_tokens, "tree": vars(shape), **machine(), "plain_decoding_expert_kb_per_token": plain,
         "policies": {policy: PRESETS[policy].resolved(
             model_type=engine.host.config.model_type, num_experts=engine.host.num_experts, top_k=engine.host.top_k).to_json()
             for policy in PRESETS},
     }
-    out.mkdir(parents=True, exist_ok=True)
     stem = out / f"techniques-{Path(model).name}"
-    stem.with_suffix(".json").write_text(json.dumps({"about": about, "policies": table, "rows": rows}, indent=1))
-    markdown = as_markdown(table, about)
-    stem.with_suffix(".md").write_text(markdown)
+    save(stem, {"about": about, "policies": table, "rows": rows}, as_markdown(table, about))
     plot(table, plain, stem.with_suffix(".png"))
-    print(markdown)
 
 
 def as_markdown(table: dict[str, dict[str, float]], about: dict[str, Any]) -> str:

@@ -51,6 +51,54 @@ def test_greedy_text_is_that_of_transformers_for_every_draft_and_tree_size(model
         engine.host.detach()
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_a_second_turn_from_the_cache_has_the_text_of_a_fresh_run(family: str) -> None:
+    engine = make_engine(make_model(family))
+    options = dict(max_new_tokens=12, ignore_eos=True, tree=TreeShape(size=8))
+    first = engine.encode(PROMPT)
+    answer = engine.generate(first, **options).token_ids
+    second = [*first, *answer, *engine.encode(" and the crow")]
+    other = [*first[:10], *engine.encode(PROMPT)]  # parts from the text before in the middle of its prompt
+    truth = [engine.generate(ids, **options).token_ids for ids in (first, second, other)]
+    for name, draft in drafts(truth[1]).items():
+        engine.draft = draft
+        runs = [engine.generate(ids, reuse_cache=True, **options) for ids in (first, second, other)]
+        assert [run.token_ids for run in runs] == truth, name
+        # one less than what is common: the last common token is run again
+        assert [run.prompt_tokens_cached for run in runs] == [0, len(first) + len(answer) - 1, 9], name
+        assert runs[1].to_json()["prompt_tokens_cached"] == runs[1].prompt_tokens_cached
+
+
+def test_a_cache_is_reused_only_where_it_was_asked_for_and_fits() -> None:
+    engine = make_engine(make_model("qwen3_moe"), NgramDraft())
+    options = dict(max_new_tokens=8, ignore_eos=True)
+
+    def cached(**more: bool) -> int:
+        return engine.generate(PROMPT, **options, **more).prompt_tokens_cached
+
+    assert [cached(), cached(reuse_cache=True), cached(reuse_cache=True)] == [0, 0, len(PROMPT) - 1]
+    assert [cached(), cached(reuse_cache=True)] == [0, 0], "a text without it lies between"
+    engine.set_policy(PRESETS["pruned"])
+    assert cached(reuse_cache=True) == 0, "another policy"
+    engine.draft = None
+    assert cached(reuse_cache=True) == 0, "another draft"
+    stream = engine.stream(PROMPT, reuse_cache=True, **options)
+    next(iter(stream))
+    assert stream.generation.prompt_tokens_cached == len(PROMPT) - 1
+    assert cached(reuse_cache=True) == 0, "the text before was not finished"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_second_turn_reads_less_under_every_policy(name: str) -> None:
+    engine = make_engine(make_model("qwen3_moe"), NgramDraft(), PRESETS[name])
+    fresh = engine.generate(PROMPT + " again", max_new_tokens=2).traffic
+    engine.generate(PROMPT, max_new_tokens=2, reuse_cache=True)
+    again = engine.generate(PROMPT + " again", max_new_tokens=2, reuse_cache=True)
+    assert again.prompt_tokens_cached == len(PROMPT) - 1
+    assert again.traffic.prefill["experts"] < fresh.prefill["experts"]
+    assert again.traffic.prefill["encoder"] == fresh.prefill["encoder"], "the whole prompt is weighed"
+
+
 def test_sampled_text_does_not_depend_on_the_draft() -> None:
     model = make_model("qwen3_moe")
     options = dict(max_new_tokens=24, temperature=0.8, top_k=30, top_p=0.9, repetition_penalty=1.2, seed=3, ignore_eos=True)

@@ -40,6 +40,11 @@ def test_a_subtree_keeps_tokens_and_parents() -> None:
     assert part.path_log_prob.tolist() == [0.0, -1.0, -1.5]
 
 
+def test_a_subtree_that_lacks_a_parent_is_refused() -> None:
+    with pytest.raises(AssertionError, match="one root"):
+        tree().subtree([0, 5])
+
+
 def test_a_forced_path_uses_what_is_drafted_and_adds_the_rest_no_likelier_than_drafted_siblings() -> None:
     forced, path = tree().with_path([11, 99, 98])
     assert path == [0, 1, 6, 7]

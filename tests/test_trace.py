@@ -199,7 +199,7 @@ def test_a_run_that_fails_leaves_no_file(engine: Engine, tmp_path: Path) -> None
 def test_without_channels_a_policy_that_needs_them_names_the_option(record: Record) -> None:
     trace, _, _ = record("exact", "none")
     assert len(list(trace.replay(PRESETS["exact"]))) > 2
-    with pytest.raises(UserError, match="recorded with --channels none; record it with --channels full"):
+    with pytest.raises(UserError, match="recorded with `channels` none; record it with `channels` full"):
         list(trace.replay(PRESETS["pruned"]))
     coarse = Policy("coarse", coarse_pruning=True)
     assert len(list(trace.replay(coarse))) == len(list(trace.stages()))
@@ -228,7 +228,7 @@ def test_a_pair_that_never_ran_is_refused_with_the_way_out(record: Record) -> No
     ran = Routing(pruned, layer.exact.weights, layer.exact.num_experts)
     without = replace(channels, ran=pruned, down_input=channels.down(ran))
     assert torch.equal(without.down(ran), channels.down(ran))
-    with pytest.raises(UserError, match="record the run under that policy"):
+    with pytest.raises(UserError, match="record the run under that `policy`"):
         without.down(layer.exact)
 
 
@@ -248,7 +248,7 @@ def test_quantile_importance_cannot_become_another(record: Record, engine: Engin
     assert float(by_maximum.max()) == pytest.approx(1)
     engine.set_policy(replace(PRESETS["reuse"], importance="quantile"))
     record_trace(engine, PROMPTS[:1], tmp_path / "t.parquet", replace(PARAMS, max_new_tokens=2), TREE)
-    with pytest.raises(UserError, match="--importance mean"):
+    with pytest.raises(UserError, match="`importance` mean"):
         list(Trace(tmp_path / "t.parquet").replay(PRESETS["reuse"]))
 
 

@@ -52,6 +52,7 @@ class Engine:
         self.draft = draft
         self.notes = list(notes)
         self._encoder = encoder
+        self._kept: tuple[Run, Policy, Draft | None] | None = None  # the last text, and what its states are of
         self.end_of_sequence = end_tokens(host.model, tokenizer)
 
     @property
@@ -79,7 +80,7 @@ class Engine:
         """Answers a prompt: text, token ids, or chat messages for the model's chat template.
 
         Args:
-            options: fields of `SamplingParams`, as keywords.
+            options: fields of `SamplingParams`, and ``reuse_cache`` of `stream`, as keywords.
         """
         stream = self.stream(prompt, params, tree, **options)
         for _ in stream:
@@ -87,14 +88,25 @@ class Engine:
         return stream.generation
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, tree: TreeShape | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        tree: TreeShape | None = None,
+        *,
+        reuse_cache: bool = False,
+        **options: Any,
     ) -> TextStream:
-        """Like `generate`, piece by piece: iterate over the text, then read ``.generation``."""
+        """Like `generate`, piece by piece: iterate over the text, then read ``.generation``.
+
+        Args:
+            reuse_cache: what this prompt has in common with the text before it, if that was run with ``reuse_cache`` too,
+                is not run again. For the turns of a chat.
+        """
         params = replace(params or SamplingParams(), **options)
         shape = tree or TreeShape()
         ids = self.encode(prompt)
         self._check_context(len(ids), params.max_new_tokens)
-        return TextStream(self, ids, params, shape)
+        return TextStream(self, ids, params, shape, reuse_cache)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt."""
@@ -104,22 +116,34 @@ class Engine:
         if prompt + new > self.host.max_context:
             raise UserError(
                 f"the prompt has {prompt} tokens and {new} new ones are asked for, but the model's context is "
-                f"{self.host.max_context}; shorten the prompt or lower --max-new-tokens"
+                f"{self.host.max_context}; shorten the prompt or lower `max_new_tokens`"
             )
 
     # -- stages ----------------------------------------------------------------------------------------------------
 
-    def prefill(self, ids: Sequence[int], room: int) -> tuple[Run, Tensor]:
-        """Runs a prompt; ``room`` is how many tokens will follow it at once or in total. Returns the run and logits [V]."""
+    def prefill(self, ids: Sequence[int], room: int, reuse_cache: bool = False) -> tuple[Run, Tensor]:
+        """Runs a prompt; ``room`` is how many tokens will follow it at once or in total. Returns the run and logits [V].
+
+        With ``reuse_cache``, the tokens that the kept text begins with too are taken from its cache. Prompt-wise expert reuse
+        weighs the others within the whole prompt; those in the cache stay as they were computed.
+        """
         self.host.ledger = ledger = Ledger()
         run = Run(self.host.new_cache(len(ids) + room), [], ledger)
-        tokens = torch.tensor(ids)
+        kept, self._kept = self._kept, None
+        if reuse_cache and kept is not None and kept[1:] == (self.policy, self.draft):
+            run.begin_like(kept[0], ids)
+        cached = run.prompt_tokens_cached
+        if self.draft is not None and cached:
+            self.draft.crop(cached)
+        elif self.draft is not None:
+            self.draft.reset()
+        tokens = torch.tensor(ids[cached:])
         importance = None
         if self.policy.prompt_wise_expert_reuse:
-            importance = self._importance(ids, ledger)
+            importance = self._importance(ids, ledger)[cached:]
         elif self.host.recorder is not None:  # for replay; the run itself did not need the encoder
-            importance = self._importance(ids, Ledger())
-        stage = Stage.prefill(tokens, importance=importance)
+            importance = self._importance(ids, Ledger())[cached:]
+        stage = Stage.prefill(tokens, cached, importance)
         output = self._stage(stage, run)
         if self.host.recorder is not None:
             self.host.recorder.stage(stage, (), 1, 0)
@@ -127,10 +151,12 @@ class Engine:
             n * block.shape.expert for n, block in zip(output.exact_experts, self.host.blocks, strict=True)
         )
         run.committed = list(ids)
-        if self.draft is not None:
-            self.draft.reset()
-            self._observe(run, "prefill", tokens, output.features)
+        self._observe(run, "prefill", tokens, output.features)
         return run, output.logits[-1]
+
+    def keep(self, run: Run) -> None:
+        """Keeps a finished text's cache for a prompt that begins like it."""
+        self._kept = run, self.policy, self.draft
 
     def _stage(self, stage: Stage, run: Run) -> StageOutput:
         fused = self.draft.fused_layers if self.draft is not None else ()
@@ -225,6 +251,7 @@ class Engine:
             text=text,
             token_ids=new,
             prompt_tokens=len(ids),
+            prompt_tokens_cached=run.prompt_tokens_cached,
             finish=finish,
             model=self.name,
             draft=self.draft.name if self.draft is not None else "none",

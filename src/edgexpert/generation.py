@@ -54,6 +54,7 @@ class Generation:
 
     Attributes:
         prompt_tokens: length of the prompt.
+        prompt_tokens_cached: how many of them were in the cache, since the text before began with them too.
         token_ids: new tokens, an end-of-sequence token included if one was emitted.
         finish: why it ended: ``length``, ``eos``, ``stop`` or ``interrupted``.
         expert_bytes_plain: expert bytes that plain exact decoding loads for every token of this model.
@@ -64,6 +65,7 @@ class Generation:
     text: str
     token_ids: list[int]
     prompt_tokens: int
+    prompt_tokens_cached: int
     finish: str
     model: str
     draft: str
@@ -98,6 +100,7 @@ class Generation:
             "text": self.text,
             "token_ids": self.token_ids,
             "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_cached": self.prompt_tokens_cached,
             "finish": self.finish,
             "policy": self.policy,
             "model": self.model,

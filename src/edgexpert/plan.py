@@ -104,11 +104,13 @@ class WeightFormat:
         value: bytes of one weight; 0.5 for 4 bits.
         group: input channels that share a row of scales; 0 where there are none.
         scale: bytes of one scale, its zero point included.
+        padding: a channel's row holds a multiple of this many outputs.
     """
 
     value: float
     group: int = 0
     scale: float = 0.0
+    padding: int = 1
 
     def read(
         self, outputs: int, channels: Count, groups: Count, value_share: Count | float = 1.0, index_bits: float = 0.0
@@ -118,6 +120,7 @@ class WeightFormat:
         Args:
             value_share, index_bits: as in `Storage`.
         """
+        outputs = -(-outputs // self.padding) * self.padding
         return outputs * (channels * (self.value * value_share + index_bits / 8) + groups * self.scale)
 
     def groups(self, channels: int) -> int:

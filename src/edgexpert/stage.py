@@ -57,9 +57,11 @@ class TokenTree:
     def mask(self) -> Tensor:
         """Who attends to whom, bool [N, N]: row i is True at node i and its ancestors."""
         mask = torch.eye(len(self), dtype=torch.bool)
-        for node, parent in enumerate(self.parents.tolist()):
-            if parent >= 0:
-                mask[node] |= mask[parent]
+        mask[:, 0] = True
+        ancestor = self.parents.clamp(min=0)  # of each node 1, 2, 4, ... levels up, or the root
+        while ancestor.any():
+            mask |= mask[ancestor]  # so far a row knows as many levels as that ancestor is away
+            ancestor = ancestor[ancestor]
         return mask
 
     @cached_property
@@ -73,10 +75,12 @@ class TokenTree:
 
     def subtree(self, nodes: Sequence[int]) -> TokenTree:
         """The tree of ``nodes`` alone: sorted, holding the root and, with every node, its parent."""
-        index = {old: new for new, old in enumerate(nodes)}
-        parents = [-1 if old == 0 else index[int(self.parents[old])] for old in nodes]
         kept = torch.tensor(list(nodes))
-        return TokenTree(self.tokens[kept], torch.tensor(parents), self.path_log_prob[kept])
+        index = torch.full((len(self),), -1)
+        index[kept] = torch.arange(len(kept))
+        parents = index[self.parents[kept]]
+        parents[0] = -1
+        return TokenTree(self.tokens[kept], parents, self.path_log_prob[kept])
 
     def with_path(self, tokens: Sequence[int]) -> tuple[TokenTree, list[int]]:
         """Adds ``tokens`` as a path from the root, where they are not in the tree yet (used by forced decoding).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ class Run:
     committed: list[int]  # tokens in the cache, and the root behind them
     ledger: Ledger
     speculation: Speculation = field(default_factory=Speculation)
+    prompt_tokens_cached: int = 0
     exact_prefill_experts: float = 0.0
     experts_loaded: int = 0
 
@@ -32,11 +33,24 @@ class Run:
     def root(self) -> int:
         return self.committed[-1]
 
+    def begin_like(self, earlier: Run, ids: Sequence[int]) -> None:
+        """Takes what the prompt ``ids`` has in common with an earlier text from that one's cache.
+
+        One token fewer than they have in common: the last one is run again, to have its logits, and so that the draft meets
+        it together with the target's features.
+        """
+        pairs = zip(ids, earlier.committed, strict=False)
+        common = next((i for i, (new, old) in enumerate(pairs) if new != old), min(len(ids), len(earlier.committed)))
+        self.prompt_tokens_cached = max(0, common - 1)
+        self.cache.take(earlier.cache, self.prompt_tokens_cached)
+
 
 class TextStream:
     """Iterates over the text as it is produced; ``generation`` holds the result so far, also after an interruption."""
 
-    def __init__(self, engine: Engine, ids: list[int], params: SamplingParams, shape: TreeShape) -> None:
+    def __init__(self, engine: Engine, ids: list[int], params: SamplingParams, shape: TreeShape,
+                 reuse_cache: bool = False) -> None:
+        self._reuse_cache = reuse_cache
         self._engine, self._ids, self._params, self._shape = engine, ids, params, shape
         self._started = time.perf_counter()
         self._first: float | None = None
@@ -68,7 +82,7 @@ class TextStream:
     def _produce(self) -> Iterator[str]:
         engine, params = self._engine, self._params
         sampler = Sampler(params)
-        self._run, logits = engine.prefill(self._ids, params.max_new_tokens + self._shape.size)
+        self._run, logits = engine.prefill(self._ids, params.max_new_tokens + self._shape.size, self._reuse_cache)
         run = self._run
         token = sampler.pick(logits, run.committed, len(run.committed))
         run.committed.append(token)
@@ -78,6 +92,8 @@ class TextStream:
             yield from self._take(emitted)
             if self._finish != "interrupted":
                 self._ended = time.perf_counter()
+                if self._reuse_cache:
+                    engine.keep(run)
                 return
             emitted = engine.decode_stage(run, self._shape, sampler)
 

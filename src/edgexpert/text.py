@@ -25,7 +25,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, model: str
     if isinstance(items[0], int):
         return items
     if tokenizer.chat_template is None:
-        raise UserError(f"{model} has no chat template, so it cannot take messages; give plain text instead")
+        raise UserError(f"the model {model} has no chat template, so it cannot take messages; give plain text instead")
     return list(tokenizer.apply_chat_template(items, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgexpert.cli import plot
-from edgexpert.cli.bench import read_prompts
+from edgexpert.cli.prompts import read_prompts
 from edgexpert.errors import UserError
 from tests.cli.conftest import Run
 
@@ -78,4 +78,4 @@ def test_a_chart_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypat
 def test_no_policies_is_bad_input(run: Run) -> None:
     result = run("bench", "--policies", ",")
     assert result.exit_code == 2
-    assert "no policy is given" in result.stderr
+    assert "No policy is given" in result.stderr

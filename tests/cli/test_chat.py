@@ -33,12 +33,16 @@ def chat(run: Run, checkpoint: Path, *lines: str) -> str:
 
 
 def test_without_a_template_the_text_grows(run: Run, tiny_checkpoint: Path, prompts: list[Prompt]) -> None:
-    said = chat(run, tiny_checkpoint, "a fox", "a crow", "/quit", "never read")
+    said = chat(run, tiny_checkpoint, "a fox", "a crow", "/stats", "/quit", "never read")
     assert "has no chat template" in said
+    assert "> " not in said, "prompts are for people at a terminal"
     assert len(prompts) == 2
     assert prompts[0] == "a fox"
-    assert prompts[1].startswith("a fox\n")
-    assert prompts[1].endswith("\na crow")
+    answer = prompts[1].removeprefix("a fox").removesuffix("\na crow")
+    assert len(answer) == 4
+    assert answer in said
+    # all tokens of the first turn but the last, which is run again
+    assert said.split("prompt tokens from the cache")[1].split()[0] == str(len("a fox") + len(answer) - 1)
 
 
 def test_with_a_template_the_history_is_messages(
@@ -64,12 +68,12 @@ def test_reset_forgets(run: Run, tiny_checkpoint: Path, prompts: list[Prompt]) -
 
 def test_policy_changes_and_stats_show_it(run: Run, tiny_checkpoint: Path) -> None:
     said = chat(run, tiny_checkpoint, "/stats", "/policy pruned", "a fox", "/stats", "/policy nonsense", "/what", "/help")
-    assert "there is no answer yet" in said
+    assert "There is no answer yet" in said
     assert "From now on: coarse pruning" in said
     assert "acceptance length" in said
     assert "approximated: coarse pruning" in said
     assert "There is no policy 'nonsense'" in said
-    assert "there is no command /what" in said
+    assert "There is no command /what" in said
     assert "/reset" in said
 
 

@@ -63,16 +63,18 @@ def test_the_prompt_comes_from_standard_input_when_left_out(run: Run, tiny_check
 
 @pytest.mark.parametrize(("arguments", "part"), [
     (["--policy", "exacct", "hi"], "exact, pruned, reuse, coalesced, edgexpert"),
-    (["--model", "no/such/folder", "hi"], "give a bundled name"),
-    (["--draft", "./nowhere", "hi"], "there is no draft"),
-    (["--n-tri", "3", "--n-min", "2", "hi"], "n_tri (3) must be at most n_min (2)"),
+    (["--model", "no/such/folder", "hi"], "There is no model 'no/such/folder': give a bundled name"),
+    (["--draft", "./nowhere", "hi"], "There is no draft"),
+    (["--n-tri", "3", "--n-min", "2", "hi"], "--n-tri (3) must be at most --n-min (2)."),
     (["--computational-calibration", "hi"], "switch coalescing on"),
-    (["--temperature", "-1", "hi"], "temperature"),
-    (["--max-new-tokens", "0", "hi"], "max_new_tokens"),
+    (["--temperature", "-1", "hi"], "--temperature must"),
+    (["--max-new-tokens", "0", "hi"], "--max-new-tokens must"),
     (["--max-new-tokens", "5000", "hi"], "context"),
+    (["--tree-size", "-1", "hi"], "--tree-size must be from 0 to"),
+    (["--tree-depth", "1000000", "hi"], "--tree-depth must be from 1 to"),
     (["--dtype", "int3", "hi"], "--dtype"),
     (["--device", "tpu", "hi"], "--device"),
-    ([" "], "the prompt is empty"),
+    ([" "], "The prompt is empty"),
     (["\udcff"], "UTF-8"),
 ])
 def test_bad_input_is_one_sentence_and_exit_code_2(
@@ -83,10 +85,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert result.stdout == ""
     assert part in result.stderr
     assert result.stderr.startswith("edgexpert: ")
+    assert result.stderr.endswith(".\n")
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--tree-size", "-1", "hi"], ["--seed", "x", "hi"], ["--nonsense", "hi"]])
+@pytest.mark.parametrize("arguments", [["--seed", "x", "hi"], ["--nonsense", "hi"]])
 def test_wrong_usage_has_exit_code_2(run: Run, arguments: list[str]) -> None:
     result = run("generate", *arguments)
     assert result.exit_code == 2
@@ -128,16 +131,17 @@ def test_ctrl_c_with_json_still_prints_one_object(run: Run, tiny_checkpoint: Pat
     assert 0 < len(value["token_ids"]) < 50
 
 
-def test_ctrl_c_before_the_first_token_leaves_quietly(
-    run: Run, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["edgexpert.load", "edgexpert.engine.Engine.prefill"])
+def test_ctrl_c_before_the_first_token_leaves_with_one_line(
+    run: Run, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    def prefill(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Engine, "prefill", prefill)
+    monkeypatch.setattr(where, interrupt)
     result = run(*command(tiny_checkpoint, PROMPT))
     assert result.exit_code == 130
-    assert result.stdout == ""
+    assert (result.stdout, result.stderr) == ("", "Interrupted.\n")
 
 
 def test_the_installed_command_works_offline(tiny_checkpoint: Path) -> None:

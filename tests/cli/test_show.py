@@ -1,10 +1,10 @@
-"""Units."""
+"""Units, and tables in pipes."""
 
 from __future__ import annotations
 
 import pytest
 
-from edgexpert.cli.show import readable_bytes, readable_seconds
+from edgexpert.cli.show import print_line, print_pairs, print_rich, readable_bytes, readable_seconds, table
 
 
 @pytest.mark.parametrize(("count", "text"), [
@@ -17,3 +17,17 @@ def test_bytes_have_three_digits_and_a_unit(count: float | None, text: str) -> N
 
 def test_seconds_below_one_are_milliseconds() -> None:
     assert [readable_seconds(s) for s in (None, 0.0123, 1.5)] == ["–", "12.3 ms", "1.50 s"]
+
+
+def test_lines_in_a_pipe_are_neither_cut_nor_wrapped(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    long = "word " * 60 + "end"
+    rows = table("", "one", "two")
+    rows.add_row(long, "1" * 60, "2" * 60)
+    print_rich(rows)
+    print_pairs("title", {"name": long})
+    print_line(long)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert sum(long in line for line in lines) == 3
+    assert "1" * 60 in lines[1] and lines[1].rstrip().endswith("2" * 60)

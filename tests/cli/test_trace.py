@@ -35,7 +35,7 @@ def test_a_synthetic_trace_says_so_everywhere(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("arguments", "part"), [
     (["--prompts", "EMPTY"], "is empty"),
-    ([], "give either --prompts FILE"),
+    ([], "Give either --prompts FILE"),
     (["--synthesise", "gpt-2"], "choose one of granite-1b-a400m"),
     (["--synthesise", "olmoe-1b-7b", "--acceptance", "9"], "cannot be synthesised"),
     (["--prompts", "GOOD", "--channels", "some"], "full, sampled, none"),

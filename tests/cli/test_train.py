@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 
 from edgexpert.cli.train import training_data
+from edgexpert.training.draft import RECIPES
 from edgexpert.training.examples import Continuations
+from edgexpert.training.model import STORIES
 from tests.cli.conftest import Run
 from tests.conftest import make_tokenizer
 
@@ -36,7 +41,42 @@ def test_text_and_chats_exclude_each_other(run: Run, tmp_path: Path, text: Path)
     for arguments in ([], ["--text", text, "--chats", text]):
         result = run("train", "draft", "--model", "stories", "--out", tmp_path / "out", *arguments)
         assert result.exit_code == 2
-        assert "either as --text files or as a --chats file" in result.stderr
+        assert "either as --text files, or as a --chats file" in result.stderr
+
+
+@pytest.mark.parametrize(("arguments", "part"), [
+    (["--recipe", "stories"], "--recipe and --corpus belong together"),
+    (["--corpus", "."], "--recipe and --corpus belong together"),
+    (["--recipe", "novels", "--corpus", "."], "There is no recipe 'novels'; choose one of stories."),
+    (["--recipe", "stories", "--corpus", "./nowhere"], "The corpus file nowhere/tinystories_sample.txt does not exist"),
+])
+def test_a_recipe_needs_its_name_and_its_corpus(
+    run: Run, tiny_checkpoint: Path, tmp_path: Path, arguments: list[str], part: str
+) -> None:
+    result = run("train", "draft", "--model", tiny_checkpoint, "--out", tmp_path / "out", *arguments)
+    assert result.exit_code == 2
+    assert part in result.stderr
+
+
+def test_a_recipe_trains_a_draft_on_the_corpus_of_the_model(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    for file in chain(*STORIES.domains.values()):
+        texts = (f"{file}: {number} foxes met a crow and they all sang to the moon until the morning came. " * 2
+                 for number in range(100))
+        (tmp_path / file).write_text("".join(f"{text}\n<|endoftext|>\n" for text in texts))
+
+    def few(prompts: list[torch.Tensor], **_: int) -> Continuations:
+        return Continuations([prompt for prompt in prompts if len(prompt) == 16][:4], length=24)
+
+    out = tmp_path / "out"
+    recipe = replace(RECIPES["stories"], ttt=2, steps=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RECIPES, "stories", recipe)
+        patch.setattr("edgexpert.cli.train.VALIDATION_TOKENS", 2)
+        patch.setattr("edgexpert.training.draft.Continuations", few)
+        result = run("train", "draft", "--recipe", "stories", "--corpus", tmp_path, "--model", tiny_checkpoint, "--out", out,
+                     "--steps", 1)
+    assert result.exit_code == 0, result.output
+    assert torch.load(out / "checkpoint.pt", weights_only=True)["recipe"] == asdict(replace(recipe, steps=1))
 
 
 def test_resume_needs_a_checkpoint(run: Run, tmp_path: Path, text: Path) -> None:

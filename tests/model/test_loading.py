@@ -61,8 +61,9 @@ def test_a_missing_tensor_is_named(checkpoint: Path) -> None:
 
 
 def test_damaged_and_missing_configurations_are_named(checkpoint: Path) -> None:
-    (checkpoint / "config.json").write_text("{")
-    assert "cannot be loaded" in refusal(checkpoint)
+    for text in ("{", "{}", "[1]", "\0"):
+        (checkpoint / "config.json").write_text(text)
+        assert "is no JSON object with a model_type; download the checkpoint again" in refusal(checkpoint)
     (checkpoint / "config.json").unlink()
     assert "no config.json" in refusal(checkpoint)
 
@@ -75,7 +76,7 @@ def test_a_missing_tokenizer_is_named(checkpoint: Path) -> None:
 def test_an_unknown_model_type_is_named(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps({**config, "model_type": "nonesuch"}))
-    assert "nonesuch" in refusal(checkpoint)
+    assert "the model type nonesuch" in refusal(checkpoint)
 
 
 def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,14 +85,14 @@ def test_names_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "there is no model" in refusal(tmp_path / "nothing")
     (tmp_path / "file").touch()
     assert "is a file" in refusal(tmp_path / "file")
-    assert "give the folder of a downloaded checkpoint" in refusal("nobody/nothing-here")
+    assert refusal("nobody/nothing-here").endswith("check the name, or give the folder of a downloaded checkpoint")
 
 
 def test_devices_and_dtypes_that_are_not_there(checkpoint: Path) -> None:
     if not torch.cuda.is_available():
-        assert "--device cpu" in refusal(checkpoint, device="cuda")
-    assert "unknown --device" in refusal(checkpoint, device="potato")
-    assert "unknown --dtype" in refusal(checkpoint, dtype="int3")
+        assert "`device` cpu" in refusal(checkpoint, device="cuda")
+    assert "unknown `device`" in refusal(checkpoint, device="potato")
+    assert "unknown `dtype`" in refusal(checkpoint, dtype="int3")
 
 
 def test_a_dense_model_has_nothing_to_do(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from edgexpert.model.storage import measure_experts, sample_text
 from edgexpert.plan import ChannelSelection, ExpertShape, LayerPlan, Routing, Storage, WeightFormat
 from edgexpert.policy import RIVALS, Policy, policy_named
 from edgexpert.policy.rivals import ExpertUse, fake_quantised, kept_weights, low_bit_experts
-from edgexpert.stage import Stage
+from edgexpert.stage import Stage, TokenTree
 from tests.conftest import make_model
 
 STORIES = {"model_type": "qwen3_moe", "num_experts": 64, "top_k": 4}
@@ -101,8 +101,8 @@ def test_experts_that_are_stored_otherwise_are_loaded_whole() -> None:
 
 
 @pytest.mark.parametrize(("change", "rule"), [
-    ({"weight_sparsity": 1.0}, "weight_sparsity (1.0) must be from 0 to below 1"),
-    ({"low_bit_saving": 0.6}, "low_bit_saving (0.6) must be from 0 to 0.5"),
+    ({"weight_sparsity": 1.0}, "`weight_sparsity` (1.0) must be from 0 to below 1"),
+    ({"low_bit_saving": 0.6}, "`low_bit_saving` (0.6) must be from 0 to 0.5"),
     ({"weight_sparsity": 0.5, "low_bit_saving": 0.3}, "exclude one another"),
     ({"weight_sparsity": 0.5, "fine_pruning": True}, "exclude one another"),
 ])
@@ -143,6 +143,18 @@ def test_a_host_prepares_weights_and_gives_the_very_same_ones_back(name: str, fa
     host.set_policy(Policy())
     assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
     assert not host.storage
+
+
+def test_dropped_experts_cost_nothing_and_the_others_what_they_are_stored_as() -> None:
+    host = HostedModel(make_model("qwen3_moe", num_hidden_layers=2))
+    host.statistics = measure_experts(host, [list(range(2, 60))])
+    host.set_policy(Policy("both", coarse_pruning=True, keep_mass=0.5, weight_sparsity=0.5))
+    tree = TokenTree(torch.arange(2, 8), torch.tensor([-1, 0, 0, 0, 0, 0]), torch.tensor([0.0, -5, -5, -5, -5, -5]))
+    output = host.run(Stage.verify(tree, 0), host.new_cache(6))
+    shape = host.blocks[0].shape
+    assert [len(plan.routing.loaded) for plan in output.plans] == [2, 2]  # the root's alone
+    assert sum(output.exact_experts) > 4
+    assert host.ledger.decode["experts"] == pytest.approx(4 * shape.expert * (0.5 + 1 / 32))
 
 
 def test_measured_statistics_are_norms_of_router_weighted_inputs() -> None:

@@ -94,3 +94,18 @@ def test_trees_are_closed_bounded_and_as_full_as_they_can_be(seed: int, shape: T
     for node, children in enumerate(tree.children):
         assert len(children) == int((tree.parents == node).sum()), "siblings are distinct"
     assert torch.equal(tree.mask.sum(1) - 1, tree.depth)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.floats(0, 1, exclude_max=True), max_size=70), st.sampled_from([0, 1, 3, 100]))
+def test_the_mask_of_a_tree_is_every_nodes_walk_to_the_root(draws: list[float], width: int) -> None:
+    """Parents among the last ``width`` nodes make deep trees, a chain for 1; 0 makes them all children of the root."""
+    parents = [-1, *(max(0, node - width) + int(draw * min(width, node)) if width else 0
+                     for node, draw in enumerate(draws, start=1))]
+    tree = TokenTree(torch.arange(len(parents)), torch.tensor(parents), torch.zeros(len(parents)))
+    for node in range(len(tree)):
+        walk = [node]
+        while walk[-1] > 0:
+            walk.append(parents[walk[-1]])
+        assert tree.mask[node].nonzero().flatten().tolist() == sorted(walk)
+        assert tree.depth[node] == len(walk) - 1

@@ -31,6 +31,9 @@ class OracleDraft:
         self.observed = 0
         self.prompt: int | None = None
 
+    def crop(self, length: int) -> None:
+        self.reset()
+
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         self.observed += len(tokens)
 
@@ -55,6 +58,9 @@ class RandomDraft:
         self.generator = torch.Generator().manual_seed(seed)
 
     def reset(self) -> None:
+        pass
+
+    def crop(self, length: int) -> None:
         pass
 
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:

@@ -44,6 +44,21 @@ def test_every_branch_has_the_probability_of_its_own_path_and_only_committed_tok
         text += more
 
 
+@pytest.mark.parametrize("length", [2, 5])
+def test_a_cropped_draft_is_as_if_it_had_seen_no_more(model: LlamaForCausalLM, length: int) -> None:
+    fresh, cropped, shape = CausalDraft(model, VOCAB), CausalDraft(model, VOCAB), TreeShape(size=12, depth=3, top_k=3)
+    text = [5, 9, 2, 7, 1, 4]
+    cropped.observe(torch.tensor(text[:4]), None)
+    cropped.propose(3, shape)
+    cropped.observe(torch.tensor(text[4:]), None)
+    cropped.crop(length)
+    cropped.observe(torch.tensor([8]), None)
+    fresh.observe(torch.tensor([*text[:length], 8]), None)
+    a, b = fresh.propose(6, shape), cropped.propose(6, shape)
+    assert torch.equal(a.tokens, b.tokens)
+    torch.testing.assert_close(a.path_log_prob, b.path_log_prob)
+
+
 def test_padding_beyond_the_target_vocabulary_is_never_drafted(model: LlamaForCausalLM) -> None:
     draft = CausalDraft(model, 10)
     draft.observe(torch.tensor([1]), None)

@@ -152,6 +152,24 @@ def test_the_prompt_may_come_in_pieces_and_reset_forgets_it() -> None:
     torch.testing.assert_close(a.path_log_prob, b.path_log_prob)
 
 
+@pytest.mark.parametrize("observed", [6, 3], ids=["from the cache alone", "with tokens that are pending"])
+def test_a_cropped_draft_is_as_if_it_had_seen_no_more(observed: int) -> None:
+    model, shape = make_model(), TreeShape(size=10, depth=3, top_k=3)
+    tokens, features, _ = inputs()
+    fresh, cropped = Eagle3Draft(model), Eagle3Draft(model)
+    cropped.observe(tokens[:observed], features[:observed])
+    cropped.propose(int(tokens[observed]) if observed < 6 else 9, shape)
+    cropped.observe(tokens[observed:], features[observed:])
+    cropped.crop(4)
+    other = torch.cat([tokens[:5], torch.tensor([11, 12])])  # the token behind the four comes again
+    seen = torch.cat([features[:4], features[:3] + 1])
+    cropped.observe(other[4:], seen[4:])
+    fresh.observe(other, seen)
+    a, b = fresh.propose(7, shape), cropped.propose(7, shape)
+    assert torch.equal(a.tokens, b.tokens)
+    torch.testing.assert_close(a.path_log_prob, b.path_log_prob)
+
+
 def test_every_branch_of_a_tree_has_the_probability_of_its_own_path() -> None:
     """A node that saw a sibling's branch, or took its parent's state from the wrong row, would differ."""
     model = make_model()

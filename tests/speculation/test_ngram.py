@@ -57,3 +57,12 @@ def test_tokens_observed_in_pieces_are_one_text() -> None:
     assert torch.equal(whole.propose(3, TreeShape()).tokens, pieces.propose(3, TreeShape()).tokens)
     pieces.reset()
     assert pieces.propose(3, TreeShape()).tokens.tolist() == [3]
+
+
+def test_a_cropped_draft_is_as_if_it_had_seen_no_more() -> None:
+    fresh, cropped = NgramDraft(), NgramDraft()
+    cropped.observe(torch.tensor([1, 2, 3, 1, 2, 4]), None)
+    cropped.crop(4)
+    fresh.observe(torch.tensor([1, 2, 3, 1]), None)
+    a, b = fresh.propose(2, TreeShape()), cropped.propose(2, TreeShape())
+    assert a.tokens.tolist() == b.tokens.tolist() == [2, 3, 1, 2]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
+from edgexpert.errors import UserError
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.tree import Expand, Level, build_tree, top_log_probs
 
@@ -79,8 +81,20 @@ def test_impossible_tokens_are_not_drafted() -> None:
 
 
 def test_a_tree_of_no_candidates_is_its_root() -> None:
-    for shape in (TreeShape(size=0), TreeShape(depth=0)):
-        assert build_tree(7, table({1: 1.0}), shape).tokens.tolist() == [7]
+    assert build_tree(7, table({1: 1.0}), TreeShape(size=0)).tokens.tolist() == [7]
+
+
+@pytest.mark.parametrize(("values", "rule"), [
+    ({"size": -1}, "`TreeShape.size` must be from 0 to 1024, not -1"),
+    ({"size": 1025}, "`TreeShape.size` must be from 0 to 1024, not 1025"),
+    ({"depth": 0}, "`TreeShape.depth` must be from 1 to 64, not 0"),
+    ({"depth": 65}, "`TreeShape.depth` must be from 1 to 64, not 65"),
+    ({"top_k": 0}, "`TreeShape.top_k` must be from 1 to 256, not 0"),
+    ({"top_k": 257}, "`TreeShape.top_k` must be from 1 to 256, not 257"),
+])
+def test_a_shape_out_of_range_is_refused_with_the_rule(values: dict[str, int], rule: str) -> None:
+    with pytest.raises(UserError, match=rule):
+        TreeShape(**values)
 
 
 def test_top_k_beyond_the_vocabulary_takes_the_vocabulary() -> None:

@@ -18,7 +18,7 @@ from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.training.capture import Captured
 from edgexpert.training.corpus import END_OF_TEXT, is_held_out
-from edgexpert.training.draft import draft_config, initialise, new_draft, stories_continuations, train_draft
+from edgexpert.training.draft import draft_config, initialise, new_draft, stories_data, train_draft
 from edgexpert.training.loop import DraftRecipe
 from edgexpert.training.model import STORIES
 
@@ -136,7 +136,7 @@ def test_sizes_that_do_not_fit_the_target_are_refused(target: PreTrainedModel, s
 
 
 def test_a_recipe_without_steps_is_refused() -> None:
-    with pytest.raises(UserError, match="steps must be positive"):
+    with pytest.raises(UserError, match="`steps` must be positive"):
         DraftRecipe(steps=0)
 
 
@@ -146,6 +146,8 @@ def test_the_stories_draft_learns_no_document_that_is_held_out(tokenizer: PreTra
     assert held_out
     for file in itertools.chain(*STORIES.domains.values()):
         (tmp_path / file).write_text("".join(f"{text}\n{END_OF_TEXT}\n" for text in texts))
-    prompts = [tokenizer.decode(prompt[1:]) for prompt in stories_continuations(tmp_path, tokenizer).prompts]
+    source, kept_out = stories_data(tmp_path, tokenizer)
+    prompts = [tokenizer.decode(prompt[1:]) for prompt in source.prompts]
+    assert all(tokenizer.decode(prompt[1:]) not in prompts for prompt in kept_out)
     assert any(texts[0].startswith(prompt) for prompt in prompts)
     assert not any(text.startswith(prompt) for prompt in prompts for text in held_out)

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from edgexpert.errors import UserError
-from edgexpert.training import experts as training_experts
 from edgexpert.training.corpus import END_OF_TEXT, documents, is_held_out, prepare
 from edgexpert.training.model import STORIES, Phase, balance_loss, learning_rate, train_model
-from tests.conftest import make_model
 
 TINY = replace(
     STORIES,
@@ -42,10 +40,10 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(corpus: Path, tmp_path: Path) -> None:
-    train_model(TINY, corpus, tmp_path / "straight", compile=False, checkpoint_every=1)
-    train_model(TINY, corpus, tmp_path / "broken", compile=False, stop_at=3)
-    train_model(TINY, corpus, tmp_path / "broken", compile=False, stop_at=5)
-    train_model(TINY, corpus, tmp_path / "broken", compile=False)
+    train_model(TINY, corpus, tmp_path / "straight", checkpoint_every=1)
+    train_model(TINY, corpus, tmp_path / "broken", stop_at=3)
+    train_model(TINY, corpus, tmp_path / "broken", stop_at=5)
+    train_model(TINY, corpus, tmp_path / "broken")
     straight, broken = (torch.load(tmp_path / run / "checkpoint.pt", weights_only=True) for run in ("straight", "broken"))
     for name, weight in straight["model"].items():
         assert torch.equal(weight, broken["model"][name]), name
@@ -54,9 +52,24 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(corpus: Path
     assert last[0]["held_out/one"] == last[1]["held_out/one"]
 
 
+def test_held_out_windows_have_one_length_in_all_phases(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+
+    def spy(model: torch.nn.Module, stream: np.ndarray, length: int) -> float:
+        lengths.append(length)
+        return 0.0
+
+    monkeypatch.setattr("edgexpert.training.model.held_out_loss", spy)
+    train_model(TINY, corpus, tmp_path / "run", compile=False, stop_at=2)  # in the phase of 16 tokens
+    train_model(TINY, corpus, tmp_path / "run", compile=False)
+    assert lengths == [32] * 4, "two domains, twice"
+
+
 def test_a_dense_twin_trains_by_the_same_recipe(corpus: Path, tmp_path: Path) -> None:
     dense = replace(TINY, config={**TINY.config, "mlp_only_layers": [0, 1]})
-    train_model(dense, corpus, tmp_path / "dense", compile=False)
+    train_model(dense, corpus, tmp_path / "dense")
     assert json.loads((tmp_path / "dense" / "history.json").read_text())[-1]["balance"] == 0
 
 
@@ -78,20 +91,6 @@ def test_a_batch_is_a_function_of_its_step(corpus: Path, tmp_path: Path) -> None
     assert not torch.equal(mixture.batch(5, 1, shares, 4, 16), mixture.batch(6, 1, shares, 4, 16))
 
 
-def test_batched_experts_give_the_librarys_outputs_and_gradients() -> None:
-    model = make_model("qwen3_moe", num_experts=6)
-    ids = torch.randint(0, 128, (2, 20))
-    gradients = []
-    for implementation in ("eager", training_experts.NAME):
-        model.zero_grad()
-        model.set_experts_implementation(implementation)
-        output = model(input_ids=ids, labels=ids)
-        output.loss.backward()
-        gradients.append([output.logits, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
-
-
 def test_the_balance_loss_is_one_for_even_experts_and_more_for_a_favourite() -> None:
     even = torch.eye(4).repeat(3, 1) * 10
     assert balance_loss([even], 1).item() == pytest.approx(1, abs=1e-3)
@@ -99,6 +98,16 @@ def test_the_balance_loss_is_one_for_even_experts_and_more_for_a_favourite() -> 
     favourite[:, 0] = 10
     assert balance_loss([even, favourite], 1).item() == pytest.approx((1 + 4) / 2, abs=1e-2)
     assert balance_loss([], 1) == 0
+
+
+def test_training_starts_from_the_weights_of_a_model(corpus: Path, tmp_path: Path) -> None:
+    first = train_model(TINY, corpus, tmp_path / "first")
+    before = torch.load(tmp_path / "first" / "checkpoint.pt", weights_only=True)["model"]
+    longer = replace(TINY, phases=[*TINY.phases, Phase(1, {"one": 1.0}, 16, peak=1e-9)])
+    train_model(longer, corpus, tmp_path / "second", start=(str(first), TINY.steps))
+    after = torch.load(tmp_path / "second" / "checkpoint.pt", weights_only=True)
+    assert after["state"]["step"] == longer.steps
+    assert all(torch.allclose(weight, before[name], atol=1e-6) for name, weight in after["model"].items())
 
 
 def test_the_learning_rate_warms_up_and_falls_anew_from_each_peak() -> None:

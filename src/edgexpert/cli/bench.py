@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +13,14 @@ from rich.progress import Progress
 
 from edgexpert.cli.options import Json, Options, shared_options
 from edgexpert.cli.plot import draw_comparison, require_matplotlib
+from edgexpert.cli.prompts import read_prompts
 from edgexpert.cli.show import NOTHING, print_json, print_line, print_rich, readable_bytes, readable_number, table
 from edgexpert.errors import UserError
 
 if TYPE_CHECKING:
     from edgexpert.engine import Engine
     from edgexpert.generation import Generation
+    from edgexpert.speculation.draft import TreeShape
     from edgexpert.speculation.sampling import SamplingParams
 
 PROMPTS = (
@@ -98,9 +99,9 @@ def bench(
         require_matplotlib(plot)
     for name in names:
         options.policy_named(name)
-    params = options.sampling
+    params, shape = options.sampling, options.tree
     engine = options.load()
-    measured = measure(engine, options, params, names, texts)
+    measured = measure(engine, options, params, shape, names, texts)
     if plot is not None:
         draw_comparison(measured, plot)
     if json:
@@ -113,7 +114,7 @@ def bench(
 
 
 def measure(
-    engine: Engine, options: Options, params: SamplingParams, names: Sequence[str], prompts: Sequence[str]
+    engine: Engine, options: Options, params: SamplingParams, shape: TreeShape, names: Sequence[str], prompts: Sequence[str]
 ) -> list[Measured]:
     """Every policy on every prompt, after a short warm-up of each policy that does not count."""
     warm_up = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
@@ -123,10 +124,10 @@ def measure(
         task = progress.add_task("measuring", total=len(names) * len(prompts))
         for name in names:
             engine.set_policy(options.policy_named(name))
-            engine.generate(prompts[0], warm_up, options.tree)
+            engine.generate(prompts[0], warm_up, shape)
             generations = []
             for prompt in prompts:
-                generations.append(engine.generate(prompt, params, options.tree))
+                generations.append(engine.generate(prompt, params, shape))
                 progress.advance(task)
             measured.append(Measured(name, generations))
     return measured
@@ -145,30 +146,3 @@ def print_comparison(measured: Sequence[Measured]) -> None:
     count = len(measured[0].generations)
     print_line(f"prefill, decode and total are expert bytes per output token, over {count} prompt{'s' * (count != 1)}; "
                f"saved is against {measured[0].policy}")
-
-
-def read_prompts(file: Path) -> list[str]:
-    """Prompts of a file: one a line, or where a line is a JSON object, its ``prompt`` or ``text``."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"the prompts file {file} cannot be read ({error.strerror}); give a text file") from None
-    except UnicodeError:
-        raise UserError(f"the prompts file {file} is not UTF-8 text; convert it first") from None
-    prompts = [_prompt_of(line, number, file) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise UserError(f"the prompts file {file} is empty; give one prompt a line")
-    return prompts
-
-
-def _prompt_of(line: str, number: int, file: Path) -> str:
-    if not line.lstrip().startswith("{"):
-        return line
-    try:
-        values = jsonlib.loads(line)
-        prompt = values.get("prompt", values.get("text"))
-    except ValueError:
-        prompt = None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError(f'line {number} of {file} is not a JSON object with a text in "prompt" or "text"; correct or remove it')
-    return prompt

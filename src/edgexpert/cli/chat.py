@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from edgexpert.cli.options import Options, shared_options
-from edgexpert.cli.show import print_generation, print_line, print_piece
+from edgexpert.cli.show import print_generation, print_line, print_piece, sentence
 from edgexpert.errors import UserError
 
 if TYPE_CHECKING:
     from edgexpert.engine import Engine, Prompt
     from edgexpert.generation import Generation
+    from edgexpert.speculation.draft import TreeShape
     from edgexpert.speculation.sampling import SamplingParams
 
 HELP = """\
@@ -27,10 +29,11 @@ class Conversation:
     With a chat template the history is messages. Without one it is the text so far: a turn adds a line, the model goes on.
     """
 
-    def __init__(self, engine: Engine, options: Options, params: SamplingParams) -> None:
+    def __init__(self, engine: Engine, options: Options, params: SamplingParams, shape: TreeShape) -> None:
         self.engine = engine
         self.options = options
         self.params = params
+        self.shape = shape
         self.messages: list[dict[str, str]] = []
         self.last: Generation | None = None
 
@@ -40,13 +43,16 @@ class Conversation:
 
     @property
     def prompt(self) -> Prompt:
-        return self.messages if self.has_template else "\n".join(message["content"] for message in self.messages)
+        if self.has_template:
+            return self.messages
+        # an answer goes straight on from what was said, as the model produced it
+        return "".join("\n" * (i > 0 and m["role"] == "user") + m["content"] for i, m in enumerate(self.messages))
 
     def answer(self, text: str) -> None:
         """One turn, printed as it is produced. Ctrl-C ends the answer and keeps what there is."""
         self.messages.append({"role": "user", "content": text})
         try:
-            stream = self.engine.stream(self.prompt, self.params, self.options.tree)
+            stream = self.engine.stream(self.prompt, self.params, self.shape, reuse_cache=True)
         except UserError as error:
             self.messages.pop()
             raise UserError(f"{error} (/reset starts over)") from None
@@ -87,8 +93,8 @@ class Conversation:
 @shared_options()
 def chat(options: Options) -> None:
     """Talk with a model; /help lists what else you can say."""
-    params = options.sampling
-    conversation = Conversation(options.load(), options, params)
+    params, shape = options.sampling, options.tree
+    conversation = Conversation(options.load(), options, params, shape)
     for note in conversation.engine.notes:
         print_line(f"note: {note}")
     if not conversation.has_template:
@@ -101,15 +107,16 @@ def chat(options: Options) -> None:
             elif line:
                 conversation.answer(line)
         except UserError as error:
-            print_line(str(error))
+            print_line(sentence(error))
 
 
 def _read_line() -> str | None:
     """What the user says; None at the end of the input."""
     try:
-        return input("> ").strip()
+        return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
-        print_piece("\n")
+        if sys.stdin.isatty():
+            print_piece("\n")
         return None
     except UnicodeError:
         raise UserError("the input is not UTF-8 text; convert it first") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,9 +20,13 @@ if TYPE_CHECKING:
 def info(
     model: Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = "stories",
     draft: DraftName = "auto",
+    verify: Annotated[bool, typer.Option("--verify", help="Check a packed checkpoint's files against their hashes.")] = False,
     json: Json = False,
 ) -> None:
     """Show what a model is made of, whether a draft fits it, and the hyperparameters chosen for it."""
+    if verify:
+        check_files(model, json)
+        return
     from edgexpert.model.calibrated import read_calibrated
     from edgexpert.model.host import HostedModel
     from edgexpert.model.loading import load_model
@@ -32,6 +37,17 @@ def info(
         print_json(facts)
     else:
         print_facts(facts)
+
+
+def check_files(folder: str, json: bool) -> None:
+    """Compares every file of a packed checkpoint with its hash in the manifest."""
+    from edgexpert.packing.reading import verify
+
+    names = verify(Path(folder).expanduser())
+    if json:
+        print_json({"model": folder, "verified": names})
+    else:
+        print_line(f"all {len(names)} files of {folder} are as they were written")
 
 
 def describe(name: str, loaded: LoadedModel, host: HostedModel, draft: str) -> dict[str, Any]:

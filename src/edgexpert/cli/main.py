@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from edgexpert.cli import bench, chat, generate, info, simulate, trace, train
+from edgexpert.cli import bench, chat, convert, generate, info, simulate, trace, train
+from edgexpert.cli.show import sentence
 from edgexpert.errors import UserError
 
 INTERRUPTED = 130
@@ -17,21 +18,23 @@ UsageError: type[Any] = typer.BadParameter.__mro__[1]  # typer keeps its copy of
 
 
 class Commands(TyperGroup):
-    """Turns what a user can put right into one sentence and exit code 2, and Ctrl-C into exit code 130."""
+    """Turns what a user can put right into one sentence and exit code 2, and Ctrl-C into one line and exit code 130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except UserError as error:
-            typer.echo(f"edgexpert: {error}", err=True)
+            typer.echo(f"edgexpert: {sentence(error)}", err=True)
             raise typer.Exit(2) from None
         except UsageError as error:
             if type(error).__name__ == "NoArgsIsHelpError":
                 raise  # it prints the help
             command = error.ctx.command_path if error.ctx else "edgexpert"
-            typer.echo(f"edgexpert: {error.format_message().rstrip('.')}; see {command} --help", err=True)
+            typer.echo(f"edgexpert: {error.format_message().rstrip('.')}; see {command} --help.", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
+            # a terminal shows ^C where the cursor stands
+            typer.echo("\n" * sys.stderr.isatty() + "Interrupted.", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -48,6 +51,7 @@ app.command()(bench.bench)
 app.command()(info.info)
 app.command()(trace.trace)
 app.command()(simulate.simulate)
+app.command()(convert.convert)
 app.add_typer(train.app, name="train")
 
 

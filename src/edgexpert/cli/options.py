@@ -74,9 +74,9 @@ class Options:
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None
 
-    tree_size: Annotated[int, typer.Option(help="Candidates in a tree, its root not counted; 0 for none.", min=0)] = 64
-    tree_depth: Annotated[int, typer.Option(help="Longest path of candidates.", min=1)] = 6
-    tree_top_k: Annotated[int, typer.Option(help="Children of a candidate at most; 1 gives a chain.", min=1)] = 10
+    tree_size: Annotated[int, typer.Option(help="Candidates in a tree, its root not counted; 0 for none.")] = 64
+    tree_depth: Annotated[int, typer.Option(help="Longest path of candidates.")] = 6
+    tree_top_k: Annotated[int, typer.Option(help="Children of a candidate at most; 1 gives a chain.")] = 10
 
     def load(self) -> Engine:
         """The engine that these options ask for. What can be checked without the model is checked first."""

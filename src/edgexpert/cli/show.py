@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from edgexpert.errors import UserError
+
 if TYPE_CHECKING:
     from edgexpert.generation import Generation
 
 NOTHING = "–"
+PIPE_WIDTH = 10_000
 
 
 def readable_bytes(count: float | None) -> str:
@@ -36,6 +40,17 @@ def readable_seconds(seconds: float | None) -> str:
 
 def readable_number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.2f}"
+
+
+def sentence(error: UserError) -> str:
+    """An error as a sentence, in which Python's names are the options that a user of the command line gave."""
+    text = re.sub(r"`([\w.]+)`", _option, str(error))
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _option(name: re.Match[str]) -> str:
+    """``k_min`` is --k-min, and ``TreeShape.size`` is --tree-size."""
+    return "--" + name[1].replace("TreeShape.", "tree_").replace("_", "-")
 
 
 def print_json(value: dict[str, Any]) -> None:
@@ -66,13 +81,15 @@ def print_pairs(title: str, pairs: Mapping[str, str]) -> None:
     print_rich(rows)
 
 
-def print_rich(content: Table) -> None:
-    Console(highlight=False).print(content)
+def print_rich(content: Table | Text) -> None:
+    """As wide as the terminal; where standard output is none, lines are neither cut nor wrapped."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    Console(highlight=False, width=width).print(content)
 
 
 def print_line(line: str) -> None:
     """A sentence, wrapped to the terminal, in which brackets and numbers mean nothing special."""
-    Console(highlight=False).print(Text(line))
+    print_rich(Text(line))
 
 
 def print_generation(generation: Generation) -> None:
@@ -82,6 +99,8 @@ def print_generation(generation: Generation) -> None:
     plain_prefill = generation.expert_bytes_exact_prefill / max(1, new)
     rows = table("", "this run", "plain decoding")
     rows.add_row("prompt tokens", str(generation.prompt_tokens), "")
+    if generation.prompt_tokens_cached:
+        rows.add_row("prompt tokens from the cache", str(generation.prompt_tokens_cached), "")
     rows.add_row("new tokens", str(new), "")
     rows.add_row("time to first token", readable_seconds(timing.ttft_s), "")
     rows.add_row("time per output token", readable_seconds(timing.tpot_s), "")

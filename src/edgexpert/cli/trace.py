@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from edgexpert.cli.bench import read_prompts
 from edgexpert.cli.options import Json, Options, shared_options
+from edgexpert.cli.prompts import read_prompts
 from edgexpert.cli.show import print_json, print_pairs, readable_bytes, readable_number
 from edgexpert.errors import UserError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -37,20 +38,30 @@ def model(
     corpus: Annotated[Path, typer.Option(metavar="DIR", help="Folder with the corpus's text files.")],
     out: Out,
     recipe: Annotated[str, typer.Option(metavar="NAME", help="What to train.")] = "stories",
-    compile: Annotated[bool, typer.Option(help="Fuse the loss with torch.compile, which needs a C++ compiler.")] = True,
+    start: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Begin with the weights of this model.", show_default=False)
+    ] = None,
+    at_step: Annotated[int, typer.Option(min=0, help="With --start: the recipe's step that its weights stand for.")] = 0,
 ) -> None:
     """Train a bundled model again, from its recipe. An interrupted training goes on from the checkpoint in --out."""
     from edgexpert.training.model import RECIPES, train_model
 
     if recipe not in RECIPES:
         raise UserError(f"there is no recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
-    print_line(f"saved in {train_model(RECIPES[recipe], corpus, out, compile=compile)}")
+    begin = None if start is None else (start, at_step)
+    print_line(f"saved in {train_model(RECIPES[recipe], corpus, out, start=begin)}")
 
 
 @app.command()
 def draft(
     model: Annotated[str, typer.Option(metavar="NAME", help=f"The target. {MODEL_HELP}")],
     out: Out,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Train a bundled draft again, on --corpus.", show_default=False)
+    ] = None,
+    corpus: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder with the text files of --recipe.", show_default=False)
+    ] = None,
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", exists=True, dir_okay=False, show_default=False,
@@ -62,10 +73,10 @@ def draft(
                      help='JSON lines with "messages", for the model\'s chat template.'),
     ] = None,
     regenerate: Annotated[bool, typer.Option(help="Learn what the target itself writes after prompts of the text.")] = True,
-    sequences: Annotated[int, typer.Option(min=1, help="Training sequences at most.")] = 4000,
-    length: Annotated[int, typer.Option(min=32, help="Tokens of a sequence.")] = 256,
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 2000,
-    ttt: Annotated[int, typer.Option(help="Steps of the training-time test.")] = 7,
+    sequences: Annotated[int, typer.Option(min=1, help="Training sequences at most, of --text or --chats.")] = 4000,
+    length: Annotated[int, typer.Option(min=32, help="Tokens of a sequence, of --text or --chats.")] = 256,
+    steps: Annotated[int | None, typer.Option(help="Training steps. [default: 2000]", show_default=False)] = None,
+    ttt: Annotated[int | None, typer.Option(help="Steps of the training-time test. [default: 7]", show_default=False)] = None,
     draft_vocab: Annotated[
         int | None, typer.Option(help="Tokens that the draft can propose. [default: all]", show_default=False)
     ] = None,
@@ -75,33 +86,41 @@ def draft(
     dtype: Dtype = "float32",
     device: Device = "cpu",
 ) -> None:
-    """Train a draft for a model, on what the model itself writes."""
+    """Train a draft for a model, on what the model itself writes. With --recipe, options beside it override its own values."""
     if kind == "medusa" and format != "official":
         raise UserError("only EAGLE-3 drafts can be written in the speculators format; leave --format out")
-    if (text is None) == (chats is None):
-        raise UserError("give the training data either as --text files or as a --chats file")
+    if (recipe is None) != (corpus is None):
+        raise UserError("--recipe and --corpus belong together; give both, or neither")
+    if [text, chats, corpus].count(None) != 2:
+        raise UserError("give the training data either as --text files, or as a --chats file, or by --recipe and --corpus")
     from edgexpert.api import load
     from edgexpert.speculation.eagle3_draft import Eagle3Draft
     from edgexpert.speculation.medusa import MedusaDraft
     from edgexpert.training.capture import capture
-    from edgexpert.training.draft import train_draft
+    from edgexpert.training.draft import RECIPES, stories_data, train_draft
     from edgexpert.training.loop import DraftRecipe, has_checkpoint
     from edgexpert.training.medusa import train_medusa
 
-    recipe = DraftRecipe(steps=steps, ttt=ttt, draft_vocab=draft_vocab)
+    if recipe is not None and recipe not in RECIPES:
+        raise UserError(f"there is no recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
+    chosen = {"steps": steps, "ttt": ttt, "draft_vocab": draft_vocab}
+    base = DraftRecipe() if recipe is None else RECIPES[recipe]
+    settings = replace(base, **{name: value for name, value in chosen.items() if value is not None})
     if has_checkpoint(out) and not resume:
-        raise UserError(f"{out} holds an unfinished training; add --resume to go on with it, or give another folder")
+        raise UserError(f"the folder {out} holds an unfinished training; add --resume to go on with it, or give another folder")
     if resume and not has_checkpoint(out):
-        raise UserError(f"{out} holds no training to resume; leave --resume out")
+        raise UserError(f"the folder {out} holds no training to resume; leave --resume out")
     engine = load(model, draft="none", dtype=dtype, device=device)
-    source, held_out = training_data(engine.tokenizer, text, chats, regenerate, sequences, length)
+    source, held_out = (stories_data(corpus, engine.tokenizer) if corpus is not None else
+                        training_data(engine.tokenizer, text, chats, regenerate, sequences, length))
+    prompts = [str(engine.tokenizer.decode(ids, skip_special_tokens=True)) for ids in held_out[:VALIDATION_PROMPTS]]
     target, states = engine.host.model, out / "states"
     capture(target, source, states)
     if kind == "medusa":
-        folder = train_medusa(target, recipe, states, out, evaluate=acceptance_length(engine, MedusaDraft, held_out))
+        folder = train_medusa(target, settings, states, out, evaluate=acceptance_length(engine, MedusaDraft, prompts))
     else:
-        evaluate = acceptance_length(engine, Eagle3Draft, held_out)
-        folder = train_draft(target, recipe, states, out, evaluate=evaluate, format=format)
+        evaluate = acceptance_length(engine, Eagle3Draft, prompts)
+        folder = train_draft(target, settings, states, out, evaluate=evaluate, format=format)
     print_line(f"saved in {folder}; use it with --draft {folder}")
 
 
@@ -112,8 +131,8 @@ def training_data(
     regenerate: bool,
     sequences: int,
     length: int,
-) -> tuple[Source, list[str]]:
-    """What the draft learns, and a few prompts that it does not learn."""
+) -> tuple[Source, Sequence[Tensor]]:
+    """What the draft learns, and prompts that it does not learn."""
     from edgexpert.training import examples
     from edgexpert.training.corpus import documents
 
@@ -131,7 +150,7 @@ def training_data(
         windows, kept = _split(given)
         held_out = [window.tokens[: length // 4] for window in windows]
         source = examples.Given(kept)
-    return source, [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in held_out[:VALIDATION_PROMPTS]]
+    return source, held_out
 
 
 def _split(items: Sequence[T]) -> tuple[list[T], list[T]]:

@@ -7,7 +7,7 @@ first layer ranks full stops and commas first, the third and the fifth spend 78-
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,44 +29,46 @@ class ImportanceEncoder:
     Attributes:
         name: how results name this encoder.
         bytes_read: weight bytes that this encoder has read since it was made; callers take differences, as with a `Draft`.
-            Each window reads every weight once, but of embedding tables only as many rows as it has tokens.
+            Each window reads every weight once, but of embedding tables only as many rows as it has tokens. Weights count
+            in the dtype in which they are computed with, float32, however they are stored.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, stored: Mapping[str, int]
-    ) -> None:
-        """Args: ``stored`` gives the bytes that each parameter takes where it is stored."""
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         if not tokenizer.is_fast or tokenizer.cls_token_id is None or tokenizer.sep_token_id is None:
-            raise UserError(f"Encoder {name} has no fast tokenizer with CLS and SEP tokens; choose a BERT-like encoder "
-                            "such as sentence-transformers/all-MiniLM-L6-v2.")
+            raise UserError(f"the encoder {name} has no fast tokenizer with CLS and SEP tokens; choose a BERT-like encoder "
+                            "such as sentence-transformers/all-MiniLM-L6-v2")
         self.name = name
         self.bytes_read = 0.0
         self._model = model.train(False)
         self._tokenizer = tokenizer
         tables = {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
-        self._tables = [(table.num_embeddings, stored[path] / table.num_embeddings) for path, table in tables.items()]
-        self._dense_bytes = sum(size for path, size in stored.items() if path not in tables)
+        self._tables = [(table.num_embeddings, table.weight[0].nbytes) for table in tables.values()]
+        self._dense_bytes = sum(weight.nbytes for path, weight in model.named_parameters()
+                                if path not in tables and not path.startswith("pooler."))
 
     @classmethod
     def bundled(cls) -> ImportanceEncoder:
         """The 8-bit all-MiniLM-L6-v2 that comes with the package."""
         config = AutoConfig.from_pretrained(BUNDLED, attn_implementation="eager")
         model = BertModel(config, add_pooling_layer=False)
-        weights, stored = dequantise(BUNDLED)
-        model.load_state_dict(weights, strict=True)
-        return cls(model, AutoTokenizer.from_pretrained(BUNDLED), "all-MiniLM-L6-v2 (8-bit)", stored)
+        model.load_state_dict(dequantise(BUNDLED), strict=True)
+        return cls(model, AutoTokenizer.from_pretrained(BUNDLED), "all-MiniLM-L6-v2 (8-bit)")
 
     @classmethod
     def from_pretrained(cls, name: str) -> ImportanceEncoder:
         """Any BERT-like encoder with a fast tokenizer, by folder or Hub name."""
+        folder = Path(name).expanduser()
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            raise UserError(f"the encoder folder {name} has no config.json; give the folder of a BERT-like encoder, or leave "
+                            "`encoder` out to use the bundled one")
         try:
             model = AutoModel.from_pretrained(name, attn_implementation="eager", dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise UserError(f"Encoder {name} cannot be loaded from a folder or the Hub; download it where there is a "
-                            "network and give its folder, or leave it out to use the bundled one.") from error
-        stored = {path: weight.nbytes for path, weight in model.named_parameters() if not path.startswith("pooler.")}
-        return cls(model, tokenizer, Path(name).name, stored)
+            problem = ("cannot be loaded by transformers; give the folder of a BERT-like encoder" if folder.is_dir() else
+                       "is no folder, and cannot be had from the Hub; download it where there is a network and give its folder")
+            raise UserError(f"the encoder {name} {problem}, or leave `encoder` out to use the bundled one") from error
+        return cls(model, tokenizer, Path(name).name)
 
     def weigh(self, text: str, offsets: Sequence[Span]) -> Tensor:
         """CLS attention that each of the target's tokens receives.

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from edgexpert.int8 import SCALE, dequantise_rows, quantise_rows
+from edgexpert.int8 import dequantise_rows, quantise_rows
 
 WEIGHTS = "model.safetensors"
 
@@ -29,12 +29,9 @@ def quantise(folder: Path, out: Path) -> None:
         shutil.copyfile(folder / name, out / name)
 
 
-def dequantise(folder: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The float32 weights of what `quantise` wrote, and the bytes that each takes in the file, its scales included."""
-    stored = load_file(folder / WEIGHTS)
-    weights = dequantise_rows(stored)
-    size = {name: stored[name].nbytes + (stored[name + SCALE].nbytes if name + SCALE in stored else 0) for name in weights}
-    return weights, size
+def dequantise(folder: Path) -> dict[str, Tensor]:
+    """The float32 weights of what `quantise` wrote."""
+    return dequantise_rows(load_file(folder / WEIGHTS))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Executing one layer's plan in PyTorch: only the planned weight rows are read.
+"""Executing one layer's plan: only the planned weight rows are read.
 
-Weights are channel-major, so that a skipped input channel is a skipped row: gate/up is [E, H, 2I], down is [E, I, H].
+Weights are channel-major, so that a skipped input channel is a skipped row: gate/up is [E, H, 2I], down is [E, I, H]. Float
+weights are multiplied in PyTorch, packed ones by the native kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from edgexpert.plan import ChannelSelection, Routing
+from edgexpert.kernels import native
+from edgexpert.kernels.packed import ALIGNMENT, PackedExperts, Pairs
+from edgexpert.plan import ChannelSelection, Routing, WeightFormat
+
+SelectDown = Callable[[Tensor], ChannelSelection | None]
 
 
 @dataclass(frozen=True)
@@ -25,27 +30,54 @@ class ExpertWeights:
     apply_gate: Callable[[Tensor], Tensor]  # [n, 2I] -> [n, I]
 
 
+@dataclass(frozen=True)
+class PackedExpertWeights:
+    """Packed weights of one layer's experts.
+
+    Attributes:
+        activation: one of `packed.ACTIVATIONS`.
+        gated: whether gate_up holds a gate beside up.
+    """
+
+    gate_up: PackedExperts
+    down: PackedExperts
+    gate_up_bias: Tensor | None  # float32 [E, 2I]
+    down_bias: Tensor | None  # float32 [E, H]
+    activation: str
+    gated: bool
+
+    @property
+    def format(self) -> WeightFormat:
+        """How the weights are stored."""
+        matrix = self.gate_up
+        if matrix.scales is None:
+            return WeightFormat(matrix.bits / 8, padding=ALIGNMENT)
+        return WeightFormat(matrix.bits / 8, matrix.group, 2 if matrix.zeros is None else 3, ALIGNMENT)
+
+
 def run_experts(
     x: Tensor,
     routing: Routing,
-    weights: ExpertWeights,
+    weights: ExpertWeights | PackedExpertWeights,
     gate_up: ChannelSelection | None,
-    select_down: Callable[[Tensor], ChannelSelection | None],
+    select_down: SelectDown | None,
 ) -> tuple[Tensor, ChannelSelection | None, float]:
     """Weighted sum of each token's experts, on the selected channels.
 
     Args:
         x: [T, H].
         gate_up: selection of gate/up's input channels.
-        select_down: called with the activations [P, I] that gate/up gave; returns the selection for down.
+        select_down: called with the activations [P, I] that gate/up gave; returns the selection for down. None to load all.
 
     Returns the output [T, H], down's selection, and the weight bytes that were read.
     """
+    if isinstance(weights, PackedExpertWeights):
+        return _run_packed(x, routing, weights, gate_up, select_down)
     token, _ = routing.pairs
     groups = list(_by_expert(routing))
     activations, read = _activations(x[token], groups, weights, gate_up)
 
-    down = select_down(activations)
+    down = None if select_down is None else select_down(activations)
     out = torch.zeros_like(x)
     for expert, pairs in groups:
         y, count = _product(activations[pairs], weights.down[expert], down, expert, pairs)
@@ -56,8 +88,63 @@ def run_experts(
     return out, down, read
 
 
-def down_inputs(x: Tensor, routing: Routing, weights: ExpertWeights) -> Tensor:
+def _run_packed(
+    x: Tensor, routing: Routing, weights: PackedExpertWeights, gate_up: ChannelSelection | None, select_down: SelectDown | None
+) -> tuple[Tensor, ChannelSelection | None, float]:
+    pairs, order = Pairs.group(routing.pair_expert, routing.pairs[0])
+    weight = routing.pair_weight.float()[order]
+    read = _packed_bytes(weights.gate_up, gate_up, len(pairs.experts))
+    if gate_up is None and select_down is None:
+        out = native.run_experts(
+            x, weights.gate_up, weights.down, pairs, weight, gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias,
+            activation=weights.activation, gated=weights.gated,
+        )
+        return out, None, read + _packed_bytes(weights.down, None, len(pairs.experts))
+    activations = _packed_activations(x, pairs, order, weights, gate_up)
+    down = None
+    if select_down is not None:
+        by_token = torch.empty_like(activations)
+        by_token[order] = activations
+        down = select_down(by_token)
+    out = native.down(activations, weights.down, pairs, weight, len(x), *_in_order(down, order), bias=weights.down_bias)
+    return out, down, read + _packed_bytes(weights.down, down, len(pairs.experts))
+
+
+def _packed_activations(
+    x: Tensor, pairs: Pairs, order: Tensor, weights: PackedExpertWeights, selection: ChannelSelection | None
+) -> Tensor:
+    return native.gate_up(
+        x, weights.gate_up, pairs, *_in_order(selection, order), bias=weights.gate_up_bias, activation=weights.activation,
+        gated=weights.gated,
+    )
+
+
+def _in_order(selection: ChannelSelection | None, order: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Which channels are loaded, and which the pairs compute on in their order by expert."""
+    if selection is None:
+        return None, None
+    return selection.loaded, None if selection.compute is None else selection.compute[order]
+
+
+def _packed_bytes(matrices: PackedExperts, selection: ChannelSelection | None, experts: int) -> float:
+    """Bytes of the selected channels: their rows of values, and the scales of every group that has one of them."""
+    channels = experts * matrices.channels
+    groups = channels // matrices.group
+    if selection is not None:
+        channels = int(selection.loaded.sum())
+        groups = int(selection.loaded.view(len(selection.loaded), -1, matrices.group).any(2).sum())
+    beside = sum(part[0, 0].nbytes for part in (matrices.scales, matrices.zeros) if part is not None)
+    return channels * matrices.values[0, 0].nbytes + groups * beside
+
+
+def down_inputs(x: Tensor, routing: Routing, weights: ExpertWeights | PackedExpertWeights) -> Tensor:
     """What goes into the down matrix of each pair where gate/up is loaded whole, [P, I]."""
+    if isinstance(weights, PackedExpertWeights):
+        pairs, order = Pairs.group(routing.pair_expert, routing.pairs[0])
+        activations = _packed_activations(x, pairs, order, weights, None)
+        by_token = torch.empty_like(activations)
+        by_token[order] = activations
+        return by_token
     return _activations(x[routing.pairs[0]], list(_by_expert(routing)), weights, None)[0]
 
 

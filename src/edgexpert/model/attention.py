@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.modules import ATTENTION
 from edgexpert.stage import Stage
 
 
@@ -37,8 +38,8 @@ def stage_mask(stage: Stage, model: PreTrainedModel, device: torch.device) -> Te
 
 
 def _as_attention_wants(mask: Tensor, model: PreTrainedModel) -> Tensor:
-    """SDPA takes booleans; eager attention adds the mask to its scores."""
-    if model.config._attn_implementation == "sdpa":
+    """SDPA and our own take booleans; eager attention adds the mask to its scores."""
+    if model.config._attn_implementation in ("sdpa", ATTENTION):
         return mask[None, None]
     scores = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
     return scores[None, None]
@@ -59,7 +60,7 @@ def watch_received_attention(
     name = model.config._attn_implementation
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UserError(
-            f"model type {model.config.model_type} runs with its own {name} attention, whose weights cannot be read; "
+            f"the model type {model.config.model_type} runs with its own {name} attention, whose weights cannot be read; "
             "weigh channels by routing weight or path probability instead"
         )
     attend, mask = ALL_ATTENTION_FUNCTIONS[name], stage.tree.mask

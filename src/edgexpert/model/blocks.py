@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from edgexpert.kernels.experts import ExpertWeights
+from edgexpert.kernels.experts import ExpertWeights, PackedExpertWeights
+from edgexpert.kernels.modules import weights_of
 from edgexpert.ledger import Part
 from edgexpert.model.router import RouterForm, detect_form
 from edgexpert.plan import ExpertShape, WeightFormat
@@ -46,11 +47,23 @@ class MoeBlock:
         return detect_form(self.router)
 
     @property
+    def packed(self) -> PackedExpertWeights | None:
+        """The experts' weights where they come from a packed checkpoint; the module's own then hold nothing but their shape."""
+        return getattr(self.experts, "packed", None)
+
+    @property
+    def bytes(self) -> int:
+        """Stored bytes of all experts, biases included."""
+        biases = sum(p.nbytes for name, p in self.experts.named_parameters() if name.endswith("bias"))
+        return round(self.num_experts * self.shape.expert) + biases
+
+    @property
     def shape(self) -> ExpertShape:
         down = self.experts.down_proj
         intermediate, hidden = down.shape[1:] if self.experts.is_transposed else reversed(down.shape[1:])
         gate_up = getattr(self.experts, self.gate_up_name)
-        return ExpertShape(hidden, intermediate, gate_up[0].numel() // hidden, WeightFormat(down.element_size()))
+        stored = WeightFormat(down.element_size()) if self.packed is None else self.packed.format
+        return ExpertShape(hidden, intermediate, gate_up[0].numel() // hidden, stored)
 
     def store_channel_major(self, wanted: bool) -> None:
         """Lays the weights out so that an input channel is one contiguous row, or the way the library does.
@@ -60,7 +73,7 @@ class MoeBlock:
         """
         for name in (self.gate_up_name, "down_proj"):
             parameter = getattr(self.experts, name)
-            if self.experts.is_transposed:
+            if self.experts.is_transposed or self.packed is not None:
                 continue  # channel-major already
             if wanted and parameter.is_contiguous():
                 parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
@@ -80,8 +93,10 @@ class MoeBlock:
             getattr(self.experts, name).data = weight
         self.hosted.clear()
 
-    def weights(self) -> ExpertWeights:
-        """The experts' weights as channel-major views."""
+    def weights(self) -> ExpertWeights | PackedExpertWeights:
+        """The experts' weights, channel-major."""
+        if self.packed is not None:
+            return self.packed
         gate_up, down = getattr(self.experts, self.gate_up_name), self.experts.down_proj
         if not self.experts.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
@@ -125,25 +140,27 @@ def bytes_by_part(model: PreTrainedModel, blocks: list[MoeBlock]) -> dict[Part, 
     """
     sizes: dict[Part, int] = {}
 
-    def add(part: Part, tensor: Tensor) -> None:
-        sizes[part] = sizes.get(part, 0) + tensor.numel() * tensor.element_size()
+    def add(part: Part, size: int) -> None:
+        sizes[part] = sizes.get(part, 0) + size
 
-    experts = {id(p) for block in blocks for p in block.experts.parameters()}
-    routers = {id(p) for block in blocks for p in block.router.parameters()}
-    embeddings = {id(p) for p in model.get_input_embeddings().parameters()}
-    head = model.get_output_embeddings()
-    heads = {id(p) for p in head.parameters()} if head is not None else set()
-    for name, parameter in model.named_parameters():
-        if id(parameter) in experts:
-            add("experts", parameter)
-        elif id(parameter) in routers:
-            add("router", parameter)
-        elif id(parameter) in embeddings:
-            add("embeddings", parameter)
-        elif id(parameter) not in heads:
-            add("attention" if re.search("attn|attention|norm", name) else "shared_experts", parameter)
+    def ids(module: nn.Module | None) -> set[int]:
+        return set() if module is None else {id(tensor) for _, tensor in weights_of(module)}
+
+    experts = {i for block in blocks for i in ids(block.experts)}
+    routers = {i for block in blocks for i in ids(block.router)}
+    embeddings, head = ids(model.get_input_embeddings()), model.get_output_embeddings()
+    for name, weight in weights_of(model):
+        if id(weight) in routers:
+            add("router", weight.nbytes)
+        elif id(weight) in embeddings:
+            add("embeddings", weight.nbytes)
+        elif id(weight) not in experts | ids(head):
+            add("attention" if re.search("attn|attention|norm", name) else "shared_experts", weight.nbytes)
+    for block in blocks:
+        add("experts", block.bytes)
     if head is not None:
-        add("lm_head", head.weight)
+        for _, weight in weights_of(head):
+            add("lm_head", weight.nbytes)
     return sizes
 
 

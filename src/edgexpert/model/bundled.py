@@ -37,7 +37,7 @@ def load_packed(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | str
     missing = set(loaded.missing_keys) - set(model.all_tied_weights_keys or {})
     if missing or loaded.unexpected_keys:
         odd = sorted(missing) + sorted(loaded.unexpected_keys)
-        raise UserError(f"{folder / WEIGHTS} does not fit its config.json ({odd[0]}); reinstall edgexpert")
+        raise UserError(f"the file {folder / WEIGHTS} does not fit its config.json ({odd[0]}); reinstall edgexpert")
     model.tie_weights()
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():

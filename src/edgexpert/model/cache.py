@@ -44,6 +44,12 @@ class TreeLayer(CacheLayerMixin):
                 states[:, :, prefix : prefix + len(path)] = states[:, :, prefix + path]  # advanced indexing copies first
         self.length = prefix + len(path)
 
+    def take(self, other: TreeLayer, length: int) -> None:
+        """Begins with the first ``length`` entries of another layer."""
+        if other.is_initialized and length > 0:
+            assert other.keys is not None and other.values is not None
+            self.update(other.keys[:, :, :length], other.values[:, :, :length])
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
 
@@ -65,6 +71,11 @@ class TreeCache(Cache):
     @property
     def length(self) -> int:
         return self.tree_layers[0].length
+
+    def take(self, other: TreeCache, length: int) -> None:
+        """Begins with the first ``length`` tokens of another cache."""
+        for layer, earlier in zip(self.tree_layers, other.tree_layers, strict=True):
+            layer.take(earlier, length)
 
     def keep(self, prefix: int, path: Sequence[int]) -> None:
         """After a verify stage: of the tokens behind ``prefix``, only the nodes of ``path`` stay, in its order."""

@@ -21,4 +21,4 @@ def read_calibrated(folder: Path | None) -> Hyperparameters | None:
     try:
         return Hyperparameters(**json.loads((folder / FILE).read_text())["hyperparameters"])
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / FILE} does not name all hyperparameters ({error}); mend or remove it") from error
+        raise UserError(f"the file {folder / FILE} does not name all hyperparameters ({error}); mend or remove it") from error

@@ -85,8 +85,8 @@ class HostedModel:
             earlier.detach()
         if not self.blocks:
             raise UserError(
-                f"{model.config.name_or_path or 'this model'} (model type {self.config.model_type}) has no mixture-of-experts "
-                "layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
+                f"the model {model.config.name_or_path or 'at hand'} (model type {self.config.model_type}) has no "
+                "mixture-of-experts layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
             )
         self.ledger = Ledger()
         self.recorder: Recorder | None = None
@@ -132,13 +132,16 @@ class HostedModel:
         if not policy.is_exact and any(block.form is None for block in self.blocks):
             raise UserError(
                 f"the router of model type {self.config.model_type} scores experts in a way that EdgeXpert does not know; "
-                "only --policy exact can be used with it"
+                "only `policy` exact can be used with it"
             )
         if policy.stores_otherwise and self.statistics is None:
             raise UserError(
                 f"policy {policy.name} prepares the experts' weights by their use on sample text, which was not measured; load "
                 "the model with edgexpert.load, or set host.statistics = measure_experts(host, texts) first"
             )
+        if policy.stores_otherwise and self.blocks[0].packed is not None:
+            raise UserError(f"policy {policy.name} changes weights, which a packed checkpoint keeps as they are; "
+                            "use the checkpoint that it was converted from")
         for block in self.blocks:
             block.restore()
             block.store_channel_major(policy.fine_pruning)
@@ -238,7 +241,6 @@ class HostedModel:
             return self._library(block, x, *args, **kwargs)
         routing = running.routings[block.layer]
         received = running.received.get(block.layer)
-
         down_seen: list[Tensor] = []
 
         def select(activations: Tensor) -> ChannelSelection | None:
@@ -248,18 +250,17 @@ class HostedModel:
             down_seen.append(activations)
             return select(activations)
 
-        # one product on the same data as the library's where nothing is skipped
         gate_up = select(x[routing.pairs[0]]) if self.policy.fine_pruning else None
-        if gate_up is None and int(routing.experts.max()) < block.num_experts:
+        if block.packed is None and gate_up is None and int(routing.experts.max()) < block.num_experts:
+            # one product on the same data as the library's where nothing is skipped
             plan = LayerPlan(block.layer, routing, storage=self.storage.get(block.layer))
-            read = plan.bytes(block.shape)
             out = self._library(block, x, *args, **kwargs)
         else:
-            out, down, read = run_experts(x, routing, block.weights(), gate_up, select_down)
+            out, down, read = run_experts(x, routing, block.weights(), gate_up, select_down if gate_up else None)
             plan = LayerPlan(block.layer, routing, gate_up, down, self.storage.get(block.layer))
             assert plan.storage is not None or abs(plan.bytes(block.shape) - read) < 1, "bytes planned are the bytes read"
         running.plans[block.layer] = plan
-        running.expert_bytes += read
+        running.expert_bytes += plan.bytes(block.shape)
         if self.recorder is not None:
             (stage,) = running.stages
             self.recorder.layer(LayerRecord(

@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
 from edgexpert.errors import UserError
 from edgexpert.model.bundled import is_packed, load_packed
+from edgexpert.model.packed import load_pack
+from edgexpert.packing.reading import is_pack
 
 BUNDLED = ("stories",)
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -45,15 +48,29 @@ def resolve(name: str) -> tuple[str, Path | None]:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"{name} has no config.json; give a folder that holds a Hugging Face checkpoint")
+            raise UserError(f"the model folder {name} has no config.json; give a folder that holds a Hugging Face checkpoint")
+        _check_config(path)
         return str(path), path
     if path.exists():
-        raise UserError(f"{name} is a file; give the folder that holds config.json and the safetensors files")
+        raise UserError(f"the model {name} is a file; give the folder that holds config.json and the safetensors files")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(
             f"there is no model {name!r}: give a bundled name ({', '.join(BUNDLED)}), a folder, or a Hub name like owner/name"
         )
     return name, None
+
+
+def _check_config(folder: Path) -> None:
+    """A local checkpoint must name a model type that transformers knows."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        config = None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise UserError(f"the config.json in {folder} is no JSON object with a model_type; download the checkpoint again")
+    if config["model_type"] not in CONFIG_MAPPING:
+        raise UserError(f"the model type {config['model_type']} in {folder} is not one that transformers {transformers_version} "
+                        "knows; give another model, or upgrade transformers")
 
 
 def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
@@ -63,13 +80,17 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
         UserError: the name leads nowhere, the checkpoint is damaged or of an unknown type, or the device is not there.
     """
     if dtype not in DTYPES:
-        raise UserError(f"unknown --dtype {dtype}; choose one of {', '.join(DTYPES)}")
+        raise UserError(f"unknown `dtype` {dtype}; choose one of {', '.join(DTYPES)}")
     check_device(device)
     source, folder = resolve(name)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(source)
+        if folder is not None and is_pack(folder):
+            if torch.device(device).type != "cpu":
+                raise UserError(f"the packed checkpoint {name} runs on the CPU; use --device cpu, or the original checkpoint")
+            return LoadedModel(load_pack(folder), _load_tokenizer(source, name), name, folder)
         if folder is not None and is_packed(folder):
             model = load_packed(folder, config, DTYPES[dtype])
         else:
@@ -94,18 +115,18 @@ def _load_tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise UserError(f"{name} has no tokenizer that loads; put the model's tokenizer.json beside its weights") from error
+        raise UserError(f"the model {name} has no tokenizer that loads; put its tokenizer.json beside its weights") from error
 
 
 def check_device(device: str) -> None:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise UserError(f"unknown --device {device}; use cpu or cuda") from error
+        raise UserError(f"unknown `device` {device}; use cpu or cuda") from error
     if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda was asked for, but PyTorch sees no CUDA device here; use --device cpu")
+        raise UserError("`device` cuda was asked for, but PyTorch sees no CUDA device here; use `device` cpu")
     if kind not in ("cpu", "cuda"):
-        raise UserError(f"--device {device} is not supported; use cpu or cuda")
+        raise UserError(f"`device` {device} is not supported; use cpu or cuda")
 
 
 def _check_weights(folder: Path | None) -> None:
@@ -116,14 +137,14 @@ def _check_weights(folder: Path | None) -> None:
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     for name in sorted(names):
         if not (folder / name).is_file():
-            raise UserError(f"{folder} lacks the weight file {name}; download the checkpoint again")
+            raise UserError(f"the model folder {folder} lacks the weight file {name}; download the checkpoint again")
 
 
 def _explain(name: str, folder: Path | None, error: Exception) -> str:
-    first_line = str(error).strip().split("\n")[0]
-    if folder is None:
+    if folder is None and isinstance(error, OSError):
         return (
-            f"{name} could not be had from the Hub ({type(error).__name__}: {first_line[:160]}); "
-            "offline, give the folder of a downloaded checkpoint instead of its name"
+            f"the model {name} is not on the Hub, or the Hub cannot be reached; check the name, or give the folder of a "
+            "downloaded checkpoint"
         )
-    return f"{name} cannot be loaded as a causal language model ({first_line[:200]})"
+    reason = str(error).strip().split("\n")[0][:200].replace("`", "'").rstrip(".")
+    return f"the model {name} cannot be loaded as a causal language model ({reason}); give another checkpoint"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from edgexpert.kernels.experts import ExpertWeights
 from edgexpert.ledger import Ledger
 from edgexpert.model.blocks import MoeBlock
 from edgexpert.model.recorder import LayerRecord
@@ -92,6 +93,7 @@ def store_experts(blocks: Sequence[MoeBlock], policy: Policy, statistics: Expert
     for block, storage, *norms in zip(blocks, storages, statistics.gate_up_norm, statistics.down_norm, strict=True):
         block.lend_copies()
         weights = block.weights()
+        assert isinstance(weights, ExpertWeights), "packed weights stay as they are"
         for matrix, norm in zip((weights.gate_up, weights.down), norms, strict=True):
             for expert in range(len(matrix)):
                 weight = matrix[expert]  # [C, out], a view that is written in place

@@ -32,22 +32,22 @@ class Hyperparameters:
     def check(self, num_experts: int, top_k: int) -> None:
         """Raises UserError naming the first rule that is broken, for a model that routes to ``top_k`` of ``num_experts``."""
         rules = [
-            (self.k_min >= top_k, f"k_min ({self.k_min}) must be at least the model's top-k ({top_k})"),
-            (self.k_tri >= self.k_min, f"k_tri ({self.k_tri}) must be at least k_min ({self.k_min})"),
-            (num_experts >= self.k_tri, f"k_tri ({self.k_tri}) must be at most the model's experts ({num_experts})"),
-            (top_k >= self.n_min, f"n_min ({self.n_min}) must be at most the model's top-k ({top_k})"),
-            (self.n_min >= self.n_tri, f"n_tri ({self.n_tri}) must be at most n_min ({self.n_min})"),
-            (self.n_tri >= 1, f"n_tri ({self.n_tri}) must be at least 1"),
-            (self.theta1 > self.theta2, f"theta1 ({self.theta1}) must be above theta2 ({self.theta2})"),
-            (self.theta2 >= 0, f"theta2 ({self.theta2}) must not be negative"),
+            (self.k_min >= top_k, f"`k_min` ({self.k_min}) must be at least the model's top-k ({top_k})"),
+            (self.k_tri >= self.k_min, f"`k_tri` ({self.k_tri}) must be at least `k_min` ({self.k_min})"),
+            (num_experts >= self.k_tri, f"`k_tri` ({self.k_tri}) must be at most the model's experts ({num_experts})"),
+            (top_k >= self.n_min, f"`n_min` ({self.n_min}) must be at most the model's top-k ({top_k})"),
+            (self.n_min >= self.n_tri, f"`n_tri` ({self.n_tri}) must be at most `n_min` ({self.n_min})"),
+            (self.n_tri >= 1, f"`n_tri` ({self.n_tri}) must be at least 1"),
+            (self.theta1 > self.theta2, f"`theta1` ({self.theta1}) must be above `theta2` ({self.theta2})"),
+            (self.theta2 >= 0, f"`theta2` ({self.theta2}) must not be negative"),
             # At 1 not even a channel that every token wants would pass, since its salience equals its channel score.
-            (0 <= self.selection_ratio < 1, f"selection_ratio ({self.selection_ratio}) must be from 0 to below 1"),
-            (0 < self.keep_channels <= 1, f"keep_channels ({self.keep_channels}) must be above 0 and at most 1"),
-            (0 < self.keep_mass <= 1, f"keep_mass ({self.keep_mass}) must be above 0 and at most 1"),
+            (0 <= self.selection_ratio < 1, f"`selection_ratio` ({self.selection_ratio}) must be from 0 to below 1"),
+            (0 < self.keep_channels <= 1, f"`keep_channels` ({self.keep_channels}) must be above 0 and at most 1"),
+            (0 < self.keep_mass <= 1, f"`keep_mass` ({self.keep_mass}) must be above 0 and at most 1"),
         ]
         for holds, rule in rules:
             if not holds:
-                raise UserError(f"{rule}.")
+                raise UserError(rule)
 
 
 TABLE_III: dict[tuple[str, int, int], Hyperparameters] = {

@@ -91,20 +91,20 @@ class Policy:
 
     def _check_switches(self) -> None:
         if self.depth_aware_coalescing and not self.fine_pruning:
-            raise UserError("Depth-aware coalescing needs the channel masks of fine pruning; switch fine pruning on, too.")
+            raise UserError("depth-aware coalescing needs the channel masks of fine pruning; switch fine pruning on, too")
         if self.computational_calibration and not self.depth_aware_coalescing:
-            raise UserError("Computational calibration repairs depth-aware coalescing; switch coalescing on, too.")
+            raise UserError("computational calibration repairs depth-aware coalescing; switch coalescing on, too")
         if not 0 <= self.weight_sparsity < 1:
-            raise UserError(f"weight_sparsity ({self.weight_sparsity}) must be from 0 to below 1.")
+            raise UserError(f"`weight_sparsity` ({self.weight_sparsity}) must be from 0 to below 1")
         if not 0 <= self.low_bit_saving <= 1 - LOW_BITS / HIGH_BITS:
-            raise UserError(f"low_bit_saving ({self.low_bit_saving}) must be from 0 to {1 - LOW_BITS / HIGH_BITS}: what "
-                            f"{LOW_BITS} bits save against {HIGH_BITS}.")
+            raise UserError(f"`low_bit_saving` ({self.low_bit_saving}) must be from 0 to {1 - LOW_BITS / HIGH_BITS}: what "
+                            f"{LOW_BITS} bits save against {HIGH_BITS}")
         if self.stores_otherwise and (self.fine_pruning or self.weight_sparsity * self.low_bit_saving > 0):
-            raise UserError("Fine pruning, weight_sparsity and low_bit_saving exclude one another; switch on one of them.")
+            raise UserError("fine pruning, `weight_sparsity` and `low_bit_saving` exclude one another; switch on one of them")
         for option, value, allowed in (("importance", self.importance, get_args(Normalisation)),
                                        ("token_weight", self.token_weight, get_args(TokenWeight))):
             if value not in allowed:
-                raise UserError(f"{option} must be one of {', '.join(allowed)}, not {value!r}.")
+                raise UserError(f"`{option}` must be one of {', '.join(allowed)}, not {value!r}")
 
     def weigh_prompt(self, attention: Tensor) -> Tensor:
         """What belongs into `Stage.importance`: the weights of a whole prompt's tokens from their CLS attention, [T]."""
@@ -122,8 +122,8 @@ class Policy:
         if not self.prompt_wise_expert_reuse:
             return routing
         if stage.importance is None:
-            raise UserError("Prompt-wise expert reuse needs the importance of the prompt's tokens; give an encoder, or "
-                            "switch the technique off.")
+            raise UserError("prompt-wise expert reuse needs the importance of the prompt's tokens; give an encoder, or "
+                            "switch the technique off")
         h = self.hyperparameters
         tiers = token_tiers(stage.importance.to(routing.experts.device), h.theta1, h.theta2)
         return reuse_experts(routing, scores, tiers, (h.k_min, h.n_min), (h.k_tri, h.n_tri))
@@ -166,8 +166,8 @@ class Policy:
             assert stage.tree is not None
             weight = stage.tree.path_log_prob.exp().to(routing.weights.device)[routing.pairs[0]]
         elif received is None:
-            raise UserError("token_weight attention needs the attention that tokens receive, which was not measured; use "
-                            "routing or path.")
+            raise UserError("`token_weight` attention needs the attention that tokens receive, which was not measured; use "
+                            "routing or path")
         else:
             weight = received.to(routing.weights.device)[routing.pairs[0]]
         # Only ratios within a depth count; a weight that rounds to nothing must not hide the channels of a lone token.

@@ -30,5 +30,5 @@ def policy_named(name: str) -> Policy:
     """Raises UserError listing the policies there are."""
     known = PRESETS | RIVALS
     if name not in known:
-        raise UserError(f"There is no policy {name!r}; choose one of {', '.join(known)}.")
+        raise UserError(f"there is no policy {name!r}; choose one of {', '.join(known)}")
     return known[name]

@@ -29,7 +29,7 @@ def load_causal_draft(name: str | Path, tokenizer: PreTrainedTokenizerBase, voca
         own = AutoTokenizer.from_pretrained(name)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     except (OSError, ValueError) as error:
-        raise UserError(f"{name} holds no causal language model with tokenizer that can be a draft; "
+        raise UserError(f"the folder {name} holds no causal language model with tokenizer that can be a draft; "
                         "give a folder that transformers can load") from error
     if own.get_vocab() != tokenizer.get_vocab():
         raise UserError(f"the draft {name} has another vocabulary than the model; give a draft that shares its tokenizer")
@@ -65,6 +65,12 @@ class CausalDraft:
         self._cache = DynamicCache()
         self._tokens: list[int] = []  # observed, not in the cache yet
 
+    def crop(self, length: int) -> None:
+        """Forgets all but the first ``length`` tokens."""
+        cached = self._cache.get_seq_length()
+        self._cache.crop(min(length - cached, 0))  # transformers wants how many to drop, negative
+        self._tokens = self._tokens[: max(length - cached, 0)]
+
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n]."""
         self._tokens += tokens.tolist()
@@ -94,7 +100,7 @@ class CausalDraft:
             return top_log_probs(logits, shape.top_k)
 
         tree = build_tree(root, expand, shape)
-        self._cache.crop(committed - self._cache.get_seq_length())  # transformers wants how many to drop, negative
+        self.crop(committed)
         return tree
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:

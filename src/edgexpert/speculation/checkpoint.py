@@ -83,16 +83,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"the draft needs {path}, which cannot be read; give the folder of an EAGLE-3 draft") from error
     except ValueError as error:
-        raise UserError(f"{path} is no valid JSON; get a complete copy of the draft") from error
+        raise UserError(f"the file {path} is no valid JSON; get a complete copy of the draft") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} must hold a JSON object; get a complete copy of the draft")
+        raise UserError(f"the file {path} must hold a JSON object; get a complete copy of the draft")
     return value
 
 
 def _check_vocabulary(folder: Path, d2t: Tensor, t2d: Tensor) -> None:
     ids = torch.arange(len(d2t)) + d2t
     if sorted(ids.tolist()) != t2d.nonzero()[:, 0].tolist():
-        raise UserError(f"d2t of the draft in {folder} must hold the offset from each draft id to its target id, and t2d "
+        raise UserError(f"the d2t of the draft in {folder} must hold the offset from each draft id to its target id, and t2d "
                         "must mark these ids and no others; get a complete copy of the draft")
 
 
@@ -119,7 +119,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
         return tensors
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} is missing or damaged; get a complete copy of the draft") from error
+        raise UserError(f"the file {path} is missing or damaged; get a complete copy of the draft") from error
 
 
 def save_eagle3(model: Eagle3Model, folder: str | Path, format: Literal["official", "speculators"] = "official",
@@ -137,7 +137,7 @@ def save_eagle3(model: Eagle3Model, folder: str | Path, format: Literal["officia
     folder = Path(folder)
     other = {path.name for path in folder.iterdir()} - {"config.json", "model.safetensors"} if folder.exists() else set()
     if other:
-        raise UserError(f"{folder} holds other files ({min(other)}); give an empty folder for the draft")
+        raise UserError(f"the folder {folder} holds other files ({min(other)}); give an empty folder for the draft")
     tensors = model.state_dict()
     if not model.owns_embedding:
         del tensors["embed_tokens.weight"]

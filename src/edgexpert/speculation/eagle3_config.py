@@ -73,7 +73,9 @@ def _layer_config(folder: Path, raw: Mapping[str, Any]) -> Any:
             return LlamaConfig(**{key: value for key, value in raw.items() if key != "model_type"})
         return AutoConfig.for_model(**{"model_type": "llama", **nested})
     except Exception as error:  # transformers raises errors of many kinds for values that it does not accept
-        raise UserError(f"the config.json of the draft in {folder} is not that of a Llama layer: {error}") from error
+        reason = str(error).strip().split("\n")[0].replace("`", "'").rstrip(".")
+        raise UserError(f"the config.json of the draft in {folder} is not that of a Llama layer ({reason}); get a complete "
+                        "copy of the draft") from error
 
 
 def check_target(folder: Path, raw: Mapping[str, Any], config: Eagle3Config, target_config: PreTrainedConfig) -> None:

@@ -42,6 +42,13 @@ class Eagle3Draft:
         nothing = weight.new_empty(config.num_key_value_heads, 0, config.head_dim)
         self._past: KeyValue = (nothing, nothing)
 
+    def crop(self, length: int) -> None:
+        """Forgets all but the first ``length`` tokens; the last of them was paired with the token that comes again."""
+        cached = self._past[0].shape[-2]
+        self._past = self._past[0][..., :length, :], self._past[1][..., :length, :]
+        pending = max(length - cached, 0)
+        self._tokens, self._hidden = self._tokens[:pending], self._hidden[:pending]
+
     @torch.no_grad()
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n], with target features [n, 3 * Ht]."""

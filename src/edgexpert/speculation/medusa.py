@@ -75,6 +75,10 @@ class MedusaDraft:
         """Forgets the text."""
         self._state: Tensor | None = None  # of the token before the root, [1, H]
 
+    def crop(self, length: int) -> None:
+        """Forgets the text: only its last state matters, and that is to come."""
+        self.reset()
+
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n], with target features [n, H]."""
         assert features is not None
@@ -114,7 +118,7 @@ def load_medusa(folder: Path, target_config: PreTrainedConfig) -> MedusaModel:
         model = MedusaModel(MedusaConfig(**{name: raw[name] for name in MedusaConfig.__dataclass_fields__}))
         model.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"{folder} holds no complete Medusa heads; get a complete copy, or train them again") from error
+        raise UserError(f"the folder {folder} holds no Medusa heads; get a complete copy, or train them again") from error
     text_config = target_config.get_text_config()
     for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
         if getattr(text_config, name) != getattr(model.config, name):

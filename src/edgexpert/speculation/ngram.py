@@ -33,6 +33,12 @@ class NgramDraft:
         self._text: list[int] = []
         self._ends: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> where it ended
 
+    def crop(self, length: int) -> None:
+        """Forgets all but the first ``length`` tokens."""
+        kept = torch.tensor(self._text[:length])
+        self.reset()
+        self.observe(kept, None)
+
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n]."""
         for token in tokens.tolist():

@@ -52,14 +52,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = (
-            (self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}"),
-            (0 <= self.temperature < math.inf, f"temperature must be 0 (greedy) or above, not {self.temperature}"),
-            (self.top_k >= 0, f"top_k must be 0 (off) or above, not {self.top_k}"),
-            (0 < self.top_p <= 1, f"top_p must be above 0 and at most 1 (off), not {self.top_p}"),
+            (self.max_new_tokens >= 1, f"`max_new_tokens` must be at least 1, not {self.max_new_tokens}"),
+            (0 <= self.temperature < math.inf, f"`temperature` must be 0 (greedy) or above, not {self.temperature}"),
+            (self.top_k >= 0, f"`top_k` must be 0 (off) or above, not {self.top_k}"),
+            (0 < self.top_p <= 1, f"`top_p` must be above 0 and at most 1 (off), not {self.top_p}"),
             (0 < self.repetition_penalty < math.inf,
-             f"repetition_penalty must be above 0 (1 is off), not {self.repetition_penalty}"),
-            (self.seed >= 0, f"seed must be 0 or above, not {self.seed}"),
-            (all(self.stop), "stop must not hold an empty string"),
+             f"`repetition_penalty` must be above 0 (1 is off), not {self.repetition_penalty}"),
+            (self.seed >= 0, f"`seed` must be 0 or above, not {self.seed}"),
+            (all(self.stop), "`stop` must not hold an empty string"),
         )
         for holds, message in rules:
             if not holds:

@@ -64,7 +64,7 @@ class RecordedChannels:
         found = pair[routing.pairs[0], routing.pair_expert]
         if bool((found < 0).any()):
             raise UserError("the policy sends a token to an expert that did not compute it in the recorded run, so the trace "
-                            "lacks the inputs of its down matrix; record the run under that policy (edgexpert trace --policy)")
+                            "lacks the inputs of its down matrix; record the run under that `policy`")
         return self.down_input[found]
 
 
@@ -108,7 +108,7 @@ class Trace:
         try:
             schema = pq.read_schema(self.file)
         except FileNotFoundError:
-            raise UserError(f"there is no trace {self.file}; make one with: edgexpert trace --out {self.file.name}") from None
+            raise UserError(f"there is no trace {self.file}; make one with edgexpert trace") from None
         except (pa.ArrowInvalid, OSError) as error:
             raise self._damaged(error) from None
         self.facts = Facts.from_metadata(schema.metadata, self.file)
@@ -165,13 +165,13 @@ class Trace:
             return stage
         if recorded == "quantile":
             raise UserError(f"the trace {self.file} holds importance as quantiles, from which no {policy.importance} can be "
-                            f"made; record it with --importance {policy.importance}")
+                            f"made; record it with `importance` {policy.importance}")
         return replace(stage, importance=policy.weigh_prompt(stage.importance))
 
     def _without_channels(self, policy: Policy) -> UserError:
         hint = " or replay the sampled stages alone (sampled_only)" if self.facts.channels == "sampled" else ""
-        return UserError(f"policy {policy.name} selects channels, but the trace {self.file} was recorded with --channels "
-                         f"{self.facts.channels}; record it with --channels full{hint}")
+        return UserError(f"policy {policy.name} selects channels, but the trace {self.file} was recorded with "
+                         f"`channels` {self.facts.channels}; record it with `channels` full{hint}")
 
     def _storages(self, policy: Policy) -> dict[int, Storage]:
         """How the policy keeps each layer's experts: as in the run if that was its policy, else by their use in the trace."""

@@ -38,7 +38,7 @@ def record_trace(
         UserError: the model's routers have an unknown form, or a prompt does not fit; no file is left then.
     """
     if channels not in get_args(Channels):
-        raise UserError(f"--channels must be one of {', '.join(get_args(Channels))}, not {channels}")
+        raise UserError(f"`channels` must be one of {', '.join(get_args(Channels))}, not {channels}")
     with TraceWriter(file) as writer:
         recorder = TraceRecorder(writer, facts_of(engine, channels, params.seed))
         engine.host.recorder = recorder

@@ -92,7 +92,7 @@ class Facts:
     def from_metadata(cls, metadata: Mapping[bytes, bytes] | None, file: Path) -> Facts:
         """Raises UserError where ``file`` is no trace, or one of another version."""
         if not metadata or KEY not in metadata:
-            raise UserError(f"{file} is a Parquet file, but no trace; make one with: edgexpert trace --out {file.name}")
+            raise UserError(f"the Parquet file {file} is no trace; make one with edgexpert trace")
         values = json.loads(metadata[KEY])
         version = values.pop("version", None)
         if version != VERSION:

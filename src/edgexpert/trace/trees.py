@@ -65,8 +65,8 @@ def fit_sharpness(acceptance: float, trees: int = 32) -> float:
         UserError: no tree of this shape does.
     """
     if not 1.2 <= acceptance <= TREE.depth + 0.5:
-        raise UserError(f"an acceptance length of {acceptance} cannot be synthesised with trees of depth {TREE.depth}; give one "
-                        f"from 1.2 to {TREE.depth + 0.5}")
+        raise UserError(f"an `acceptance` length of {acceptance} cannot be synthesised with trees of depth {TREE.depth}; give "
+                        f"one from 1.2 to {TREE.depth + 0.5}")
     low, high = 0.3, 10.0
     for _ in range(10):
         middle = (low * high) ** 0.5

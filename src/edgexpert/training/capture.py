@@ -152,7 +152,7 @@ def capture(target: PreTrainedModel, source: Source, folder: Path) -> Captured:
     folder.mkdir(parents=True, exist_ok=True)
     description = folder / "capture.json"
     if description.exists() and json.loads(description.read_text()) != json.loads(json.dumps(about)):
-        raise UserError(f"{folder} holds states of another target or source; give an empty folder, or remove it")
+        raise UserError(f"the folder {folder} holds states of another target or source; give an empty folder, or remove it")
     missing = [index for index in range(len(source)) if not _shard(folder, index).exists()]
     needed = source.max_tokens * ((len(layers) + 1) * width * dtype.itemsize + 9) * len(missing) // max(1, len(source))
     free = shutil.disk_usage(folder).free
@@ -182,13 +182,13 @@ class Captured:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not (folder / "capture.json").exists():
-            raise UserError(f"{folder} holds no captured states; capture them first")
+            raise UserError(f"the folder {folder} holds no captured states; capture them first")
         about = json.loads((folder / "capture.json").read_text())
         self.fused_layers: tuple[int, int, int] = tuple(about["fused_layers"])
         self.hidden_size, self.vocab_size, self.shards = about["hidden_size"], about["vocab_size"], about["shards"]
         absent = [index for index in range(self.shards) if not _shard(folder, index).exists()]
         if absent:
-            raise UserError(f"{folder} lacks {len(absent)} of {self.shards} shards; run the capture again, and it goes on")
+            raise UserError(f"the folder {folder} lacks {len(absent)} of {self.shards} shards; capture again, and it goes on")
         self.places: list[tuple[int, int, int]] = []  # shard, first token, length
         for index in range(self.shards):
             with safe_open(_shard(folder, index), "pt") as file:

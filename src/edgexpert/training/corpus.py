@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from edgexpert.errors import UserError
 
@@ -24,7 +24,7 @@ HELD_OUT_ONE_IN = 50
 def documents(path: Path) -> Iterator[str]:
     """Documents of one corpus file, without the end marker."""
     if not path.is_file():
-        raise UserError(f"the corpus file {path} does not exist; give the folder that holds it with --corpus")
+        raise UserError(f"the corpus file {path} does not exist; give the folder that holds it as `corpus`")
     lines: list[str] = []
     with path.open(encoding="utf-8") as file:
         for line in file:
@@ -64,7 +64,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def encode(texts: Iterator[str], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+def encode(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """All documents as one stream of token ids, each behind an end-of-text token; uint16 [N]."""
     end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     pieces: list[np.ndarray] = []
@@ -104,9 +104,17 @@ class Mixture:
 
 
 def prepare(
-    corpus: Path, domains: Mapping[str, Sequence[str]], vocab_size: int, out: Path
-) -> tuple[PreTrainedTokenizerFast, Mixture, dict[str, np.ndarray]]:
-    """Tokenizer, training mixture and held-out streams of a corpus, made once and kept under ``out``."""
+    corpus: Path,
+    domains: Mapping[str, Sequence[str]],
+    vocab_size: int,
+    out: Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[PreTrainedTokenizerBase, Mixture, dict[str, np.ndarray]]:
+    """Tokenizer, training mixture and held-out streams of a corpus, made once and kept under ``out``.
+
+    Args:
+        tokenizer: use this one instead of training one.
+    """
     tokenizer_dir, tokens_file = out / "tokenizer", out / "tokens.npz"
     if tokens_file.exists():
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
@@ -124,7 +132,8 @@ def prepare(
                     if read > 12_000_000:  # every domain weighs alike in the vocabulary, however large it is
                         break
 
-        tokenizer = train_tokenizer(tokenizer_sample(), vocab_size)
+        if tokenizer is None:
+            tokenizer = train_tokenizer(tokenizer_sample(), vocab_size)
         tokens = {f"{name}/{part}": encode(texts(name, part == "held_out"), tokenizer)
                   for name in domains for part in ("train", "held_out")}
         out.mkdir(parents=True, exist_ok=True)

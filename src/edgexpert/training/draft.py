@@ -26,16 +26,18 @@ STORIES_DRAFT = DraftRecipe(
 RECIPES = {"stories": STORIES_DRAFT}
 
 
-def stories_continuations(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> Continuations:
+def stories_data(corpus: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[Continuations, list[Tensor]]:
     """What `STORIES_DRAFT` learns from: 3,072 texts of 256 tokens that ``stories`` goes on with, 0.6 million of their tokens
-    its own, after beginnings and middles of the corpus's training documents."""
+    its own, after beginnings and middles of the corpus's training documents. And prompts of documents that are held out."""
     counts = {"simple": 2304, "tales": 512, "books": 256}
     prompts: list[Tensor] = []
     for domain, count in counts.items():
         texts = (text for file in STORIES.domains[domain] for text in documents(corpus / file) if not is_held_out(text))
         few = itertools.islice(texts, 200) if domain == "books" else texts  # whole books: enough prompts in a few
         prompts += text_prompts(few, tokenizer, lengths=(16, 64, 128), spacing=256, count=count)
-    return Continuations(prompts, length=256, per_shard=128)
+    kept_out = (text for file in STORIES.domains["simple"] for text in documents(corpus / file) if is_held_out(text))
+    held_out = text_prompts(kept_out, tokenizer, lengths=(16, 64), spacing=256, count=8)
+    return Continuations(prompts, length=256, per_shard=128), held_out
 
 
 def draft_config(target: PreTrainedModel, recipe: DraftRecipe, captured: Captured) -> Eagle3Config:
@@ -48,8 +50,8 @@ def draft_config(target: PreTrainedModel, recipe: DraftRecipe, captured: Capture
     heads = recipe.num_attention_heads or config.num_attention_heads
     keys = recipe.num_key_value_heads or heads
     if hidden % (2 * heads) or heads % keys:
-        raise UserError(f"{heads} attention heads with {keys} key/value heads do not divide a hidden size of {hidden}; "
-                        "choose numbers that do")
+        raise UserError(f"the draft's {heads} attention heads with {keys} key/value heads do not divide a hidden "
+                        f"size of {hidden}; choose numbers that do")
     rope = getattr(config, "rope_parameters", None) or {}
     return Eagle3Config(
         hidden_size=hidden, intermediate_size=recipe.intermediate_size or 3 * hidden, num_attention_heads=heads,

@@ -189,7 +189,7 @@ def _chats(file: Path) -> Iterator[list[dict[str, str]]]:
 def _turns(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, str]]:
     """Every assistant turn as (text before it, its own text), by the chat template."""
     if tokenizer.chat_template is None:
-        raise UserError("the model's tokenizer has no chat template; train on plain text with --text instead of --chats")
+        raise UserError("the model's tokenizer has no chat template; train on plain text instead of chats")
     for messages in _chats(file):
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -198,7 +198,7 @@ def _turns(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str
             whole = str(tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False))
             if not whole.startswith(before):
                 raise UserError("the chat template writes an answer differently from what it prompts for; "
-                                "let the target generate the answers, or train on plain text with --text")
+                                "let the target generate the answers, or train on plain text")
             yield before, whole[len(before) :]
 
 

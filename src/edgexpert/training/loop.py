@@ -33,7 +33,7 @@ class DraftRecipe:
         num_attention_heads, num_key_value_heads: None for as many as the target's attention heads.
     """
 
-    steps: int
+    steps: int = 2000
     ttt: int = 7
     learning_rate: float = 1e-3
     warmup: int = 100
@@ -48,7 +48,7 @@ class DraftRecipe:
     def __post_init__(self) -> None:
         for name in ("steps", "ttt", "learning_rate", "tokens_per_batch", "step_decay"):
             if getattr(self, name) <= 0:
-                raise UserError(f"{name} must be positive, not {getattr(self, name)}")
+                raise UserError(f"`{name}` must be positive, not {getattr(self, name)}")
 
     def rate(self, step: int) -> float:
         """Learning rate of a step."""
@@ -97,7 +97,8 @@ def fit(
     if has_checkpoint(out):
         saved = torch.load(checkpoint, weights_only=True, map_location=trained[0].device)
         if saved["recipe"] != asdict(recipe):
-            raise UserError(f"{out} holds a draft of another recipe; resume with the same options, or give another folder")
+            raise UserError(f"the folder {out} holds a draft of another recipe; resume with the same options, or "
+                            "give another folder")
         draft.load_state_dict(saved["draft"] | _frozen(draft))
         optimizer.load_state_dict(saved["optimizer"])
         step, history = saved["step"], saved["history"]

@@ -59,7 +59,7 @@ def train_medusa(
     Returns the folder of the finished heads (``out/draft``), or the checkpoint when stopped early.
     """
     if recipe.draft_vocab is not None:
-        raise UserError("Medusa heads use the target's whole vocabulary; leave --draft-vocab out")
+        raise UserError("Medusa heads use the target's whole vocabulary; leave `draft_vocab` out")
     captured = Captured(states)
     captured.check(target)
     scale = logit_scale(target)

@@ -20,11 +20,11 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from edgexpert.errors import UserError
+from edgexpert.model.loading import load_model
 from edgexpert.training import corpus as corpora
-from edgexpert.training import experts as training_experts
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ class Recipe:
     @property
     def steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequences; held-out windows have it throughout, so that their losses compare."""
+        return max(phase.length for phase in self.phases)
 
     def phase_at(self, step: int) -> Phase:
         for phase in self.phases:
@@ -153,6 +158,11 @@ def keep_freed_memory() -> None:
         pass  # another C library
 
 
+def fast_bfloat16() -> bool:
+    """Whether this CPU has a unit for bfloat16 products; without one they take ten times as long as float32 ones."""
+    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+
+
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, stream: np.ndarray, length: int, windows: int = 32) -> float:
     """Mean next-token loss in nats over the first ``windows`` windows of a held-out stream."""
@@ -174,26 +184,38 @@ class _State:
 
 
 def train_model(
-    recipe: Recipe, corpus: Path, out: Path, *, compile: bool = True, checkpoint_every: int = 100, stop_at: int | None = None
+    recipe: Recipe,
+    corpus: Path,
+    out: Path,
+    *,
+    start: tuple[str, int] | None = None,
+    checkpoint_every: int = 100,
+    stop_at: int | None = None,
 ) -> Path:
     """Trains ``recipe`` on ``corpus``, resuming from ``out`` when it holds a checkpoint.
 
     Args:
+        start: a model whose weights stand for those of the recipe after so many steps; its tokenizer is used, too.
         stop_at: stop after this many steps, with a checkpoint, as an interruption would.
 
     Returns the folder of the finished model (``out/model``), or of the checkpoint when stopped early.
     """
     if not corpus.is_dir():
-        raise UserError(f"the corpus folder {corpus} does not exist; give the folder with the text files as --corpus")
+        raise UserError(f"the corpus folder {corpus} does not exist; give the folder with the text files as `corpus`")
     out.mkdir(parents=True, exist_ok=True)
     keep_freed_memory()
-    tokenizer, mixture, held_out = corpora.prepare(corpus, recipe.domains, recipe.config["vocab_size"], out)
-    torch.manual_seed(recipe.seed)
-    config = Qwen3MoeConfig(
-        **recipe.config, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=None
+    started = load_model(start[0]) if start is not None else None
+    tokenizer, mixture, held_out = corpora.prepare(
+        corpus, recipe.domains, recipe.config["vocab_size"], out, started.tokenizer if started is not None else None
     )
-    model = Qwen3MoeForCausalLM(config)
-    model.config._experts_implementation = training_experts.NAME
+    torch.manual_seed(recipe.seed)
+    if started is None:
+        config = Qwen3MoeConfig(
+            **recipe.config, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=None
+        )
+        model: PreTrainedModel = Qwen3MoeForCausalLM(config)
+    else:
+        model, config = started.model, started.model.config
     model.train()
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
@@ -202,7 +224,7 @@ def train_model(
         betas=(0.9, 0.95),
         fused=True,
     )
-    state, checkpoint = _State(), out / "checkpoint.pt"
+    state, checkpoint = _State(start[1] if start is not None else 0), out / "checkpoint.pt"
     if checkpoint.exists():
         saved = torch.load(checkpoint, weights_only=True)
         model.load_state_dict(saved["model"])
@@ -217,39 +239,38 @@ def train_model(
 
     routed = len(config.mlp_only_layers) < config.num_hidden_layers
 
-    def loss_of(ids: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(ids: Tensor) -> tuple[Tensor, Tensor]:
         outputs = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=routed)
         entropy = F.cross_entropy(outputs.logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         return entropy, balance_loss(outputs.router_logits or (), config.num_experts_per_tok)
 
-    step_loss = torch.compile(loss_of) if compile else loss_of
     last = min(recipe.steps, stop_at or recipe.steps)
     with Progress(
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[note]}")
     ) as progress:
         task = progress.add_task("training", total=recipe.steps, completed=state.step, note="")
         while state.step < last:
-            started = time.perf_counter()
+            began = time.perf_counter()
             phase = recipe.phase_at(state.step)
             rate = learning_rate(recipe, state.step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             sequences = recipe.tokens_per_step // phase.length
             ids = mixture.batch(state.step, recipe.seed, phase.shares, sequences, phase.length)
-            with torch.autocast("cpu", torch.bfloat16):
-                entropy, balance = step_loss(ids)
+            with torch.autocast("cpu", torch.bfloat16, enabled=fast_bfloat16()):
+                entropy, balance = losses(ids)
                 loss = entropy + phase.balance * balance
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             state.step += 1
-            state.seconds += time.perf_counter() - started
+            state.seconds += time.perf_counter() - began
             record = {"step": state.step, "loss": entropy.item(), "balance": balance.item(), "rate": rate,
                       "gradient": float(norm), "seconds": state.seconds}
             if state.step % 500 == 0 or state.step == last:
                 for name, stream in held_out.items():
-                    record[f"held_out/{name}"] = held_out_loss(model, stream, phase.length)
+                    record[f"held_out/{name}"] = held_out_loss(model, stream, recipe.longest)
             if state.step % 10 == 0 or len(record) > 6:
                 state.history.append(record)
             if state.step % checkpoint_every == 0 or state.step == last:
@@ -257,7 +278,6 @@ def train_model(
             progress.update(task, advance=1, note=f"loss {record['loss']:.3f}  balance {record['balance']:.2f}")
     if state.step < recipe.steps:
         return checkpoint
-    model.config._experts_implementation = None
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     return out / "model"

@@ -1,0 +1,49 @@
+"""What the benchmarks share: their options, held-out texts cut to size, and the files of their results."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import edgexpert
+from edgexpert.engine import Engine
+from edgexpert.errors import UserError
+
+BUNDLED_TEXTS = Path(edgexpert.__file__).parent / "models" / "stories" / "held_out.jsonl"
+RESULTS = Path("benchmarks/results")
+
+ModelName = Annotated[str, typer.Option(help="bundled name, folder or Hub name")]
+Texts = Annotated[Path, typer.Option(help='JSON lines with a "text" each')]
+
+
+def cut_texts(engine: Engine, texts: Path, prompt_tokens: int, more_tokens: int, limit: int) -> list[tuple[list[int], list[int]]]:
+    """Prompt and continuation of the first ``limit`` texts that are long enough for both.
+
+    Raises:
+        UserError: none is.
+    """
+    encoded = (engine.encode(json.loads(line)["text"]) for line in texts.read_text(encoding="utf-8").splitlines())
+    length = prompt_tokens + more_tokens
+    cut = [(ids[:prompt_tokens], ids[prompt_tokens:length]) for ids in encoded if len(ids) >= length][:limit]
+    if not cut:
+        raise UserError(f"no text in {texts} has {length} tokens; give longer texts or a lower --prompt-tokens")
+    return cut
+
+
+def machine() -> dict[str, Any]:
+    """What a speed depends on."""
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(),
+            "machine": platform.processor() or platform.machine()}
+
+
+def save(stem: Path, results: dict[str, Any], markdown: str) -> None:
+    """Writes ``stem``.json and ``stem``.md, and prints the latter."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1))
+    stem.with_suffix(".md").write_text(markdown)
+    print(markdown)

@@ -1,0 +1,42 @@
+#include <string_view>
+
+#include "isa.h"
+
+namespace edgexpert {
+namespace {
+
+const Isa* find(std::string_view name) {
+#ifdef EDGEXPERT_AVX512
+#ifdef EDGEXPERT_EMULATE_AVX512
+  if (name == "avx512") return &isa_avx512;
+#else
+  if ((name == "avx512" || name == "auto") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
+    return &isa_avx512;
+#endif
+#endif
+#ifdef EDGEXPERT_AVX2
+  if ((name == "avx2" || name == "auto") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return &isa_avx2;
+#endif
+  if (name == "portable" || name == "auto") return &isa_portable;
+  return nullptr;
+}
+
+const Isa*& current() {
+  static const Isa* isa = find("auto");
+  return isa;
+}
+
+}  // namespace
+
+const Isa& isa() { return *current(); }
+
+bool has_isa(const char* name) { return find(name) != nullptr; }
+
+bool select_isa(const char* name) {
+  const Isa* found = find(name);
+  if (found) current() = found;
+  return found != nullptr;
+}
+
+}  // namespace edgexpert

@@ -1,0 +1,75 @@
+// What each instruction set provides. An isa_*.cpp compiles matmul.h with its own compiler flags; nothing here is inline, so that
+// no code of one instruction set can be linked in the place of another's.
+#pragma once
+
+#include <cstdint>
+
+#include "dense.h"
+#include "kernels.h"
+
+namespace edgexpert {
+
+// A product of some rows of activations with columns [begin, end) of one matrix.
+struct Product {
+  const std::uint8_t* values;
+  const std::uint16_t* scales;
+  const std::uint8_t* zeros;
+  std::int64_t padded, outputs, group;  // group: at most this many channels share a row of scales
+  int bits;
+  std::int64_t groups;
+  const std::int32_t* channels;  // rows of `values` to read, in quads of one group each
+  const std::int32_t* quads;     // [groups + 1]: group g has the quads from quads[g] up to quads[g + 1]
+  std::int64_t rows;
+  const void* const* x;              // [rows] int8 (float for 16 bits) activations in the order of `channels`
+  const std::int32_t* const* sums;   // [rows] sums of x, by group
+  const float* x_scales;             // [rows]
+  const float* bias;                 // [outputs] or null
+  float* out;                        // [rows, out_stride]
+  std::int64_t out_stride;
+  std::int64_t begin, end;  // multiples of 128, or the end of the row
+  std::uint8_t* scratch;    // scratch_bytes(group), aligned to 64
+};
+
+struct Isa {
+  const char* name;
+  void (*product)(const Product&);
+  // q = round_half_even(x * 127 / max|x|) of n values; returns the scale max|x| / 127.
+  float (*quantise)(const float* x, std::int64_t n, std::int8_t* q);
+  // y [width or 2 * width] -> out [width]
+  void (*activate)(Activation activation, bool gated, const float* y, std::int64_t width, float* out);
+  // out[i] += weight * y[i]
+  void (*add_scaled)(float weight, const float* y, std::int64_t n, float* out);
+  // Reads n bytes (a multiple of 256) at the speed of memory: the yardstick of benchmarks/kernels.py.
+  std::uint64_t (*read)(const std::uint8_t* bytes, std::int64_t n);
+  // Multiply-adds of int8 in registers alone, for `rounds` rounds; returns how many were done.
+  std::int64_t (*peak)(std::int64_t rounds);
+  // The inner loops of dense.h.
+  float (*dot)(const float* a, const float* b, std::int64_t n);
+  void (*rms_norm)(const float* x, const float* weight, float* out, std::int64_t n, float eps);
+  void (*attend)(const Attention& a, std::int64_t head, std::int64_t token, const std::int32_t* seen, std::int64_t count,
+                 float* weights);
+};
+
+constexpr std::int64_t kColumns = 128;    // columns are split at multiples of this (a cache line of 4-bit weights)
+constexpr std::int64_t kRows = 64;        // most rows that share one unpacking of the weights
+constexpr std::int64_t kAccumulators = 8192;  // most floats that accumulate at once: half of a level-1 cache, or all of it
+
+inline constexpr std::int64_t scratch_bytes(std::int64_t group) {
+  return kAccumulators * 4 + group * (kColumns + 64 + 3 * 8) + 4096;
+}
+
+extern const Isa isa_portable;
+#ifdef EDGEXPERT_AVX2
+extern const Isa isa_avx2;
+#endif
+#ifdef EDGEXPERT_AVX512
+extern const Isa isa_avx512;
+#endif
+
+// The instruction set in use.
+const Isa& isa();
+// "auto", "avx512", "avx2" or "portable"; false where this build or CPU lacks it.
+bool select_isa(const char* name);
+bool has_isa(const char* name);
+
+}  // namespace edgexpert

@@ -1,0 +1,181 @@
+// AVX-512 with VNNI: the arrangement of isa_avx2.cpp with four lanes, and sums in 32 bits from the start.
+#ifdef EDGEXPERT_EMULATE_AVX512
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#include <simde/x86/f16c.h>
+#else
+#include <immintrin.h>
+#endif
+
+#include "dense_isa.h"
+#include "matmul.h"
+
+namespace edgexpert {
+namespace {
+
+struct Avx512 {
+  static constexpr int width = 16;
+  using F = __m512;
+  using I = __m512i;
+
+  static __m512i broadcast(const std::int8_t* x) {
+    std::int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm512_set1_epi32(four);
+  }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F multiply(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F floats(I a) { return _mm512_cvtepi32_ps(a); }
+  static F value(float x) { return _mm512_set1_ps(x); }
+  static I integer(std::int32_t x) { return _mm512_set1_epi32(x); }
+  static I times(I a, std::int32_t x) { return _mm512_mullo_epi32(a, _mm512_set1_epi32(x)); }
+  static F bfloat16(const std::uint8_t* p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+  }
+
+  // See isa_avx2.cpp.
+  static __m512i in_order(__m512i sum) {
+#ifndef EDGEXPERT_EMULATE_AVX512
+    asm volatile("" : "+v"(sum));
+#endif
+    return sum;
+  }
+
+  static __m512i bytes(const void* p) { return _mm512_loadu_si512(p); }
+#ifdef EDGEXPERT_EMULATE_AVX512  // SIMDe has no 512-bit conversion from float16
+  static F float16(__m256i h) {
+    const F low = _mm512_castps256_ps512(_mm256_cvtph_ps(_mm256_castsi256_si128(h)));
+    return _mm512_insertf32x8(low, _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)), 1);
+  }
+#else
+  static F float16(__m256i h) { return _mm512_cvtph_ps(h); }
+#endif
+
+  template <class Use>
+  static __attribute__((always_inline)) void interleave(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
+    const __m512i a = bytes(rows[0] + offset), b = bytes(rows[1] + offset);
+    const __m512i c = bytes(rows[2] + offset), d = bytes(rows[3] + offset);
+    const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
+    const __m512i AB = _mm512_unpackhi_epi8(a, b), CD = _mm512_unpackhi_epi8(c, d);
+    use(0, _mm512_unpacklo_epi16(ab, cd));
+    use(1, _mm512_unpackhi_epi16(ab, cd));
+    use(2, _mm512_unpacklo_epi16(AB, CD));
+    use(3, _mm512_unpackhi_epi16(AB, CD));
+  }
+
+  // The 64-bit element `k` of each of four 512-bit vectors, as 256 bits.
+  static __m256i column(const __m512i* rows, int k) {
+    const __m512i index = _mm512_setr_epi64(k, 8 + k, 0, 0, 0, 0, 0, 0);
+    const __m512i low = _mm512_permutex2var_epi64(rows[0], index, rows[1]);
+    const __m512i high = _mm512_permutex2var_epi64(rows[2], index, rows[3]);
+    return _mm256_inserti128_si256(_mm512_castsi512_si256(low), _mm512_castsi512_si128(high), 1);
+  }
+
+  // Sixteen floats of four vectors with four outputs a lane -> sixteen consecutive outputs of each lane.
+  static void gather_lanes(const F* v, float* out, int lane_outputs) {
+    const F a = _mm512_shuffle_f32x4(v[0], v[1], 0x44), b = _mm512_shuffle_f32x4(v[2], v[3], 0x44);
+    const F c = _mm512_shuffle_f32x4(v[0], v[1], 0xee), d = _mm512_shuffle_f32x4(v[2], v[3], 0xee);
+    store(out, _mm512_shuffle_f32x4(a, b, 0x88));
+    store(out + lane_outputs, _mm512_shuffle_f32x4(a, b, 0xdd));
+    store(out + 2 * lane_outputs, _mm512_shuffle_f32x4(c, d, 0x88));
+    store(out + 3 * lane_outputs, _mm512_shuffle_f32x4(c, d, 0xdd));
+  }
+
+  struct Sums {
+    using V = Avx512;
+    using W = __m512i;
+    using A = __m512i;
+    using I = __m512i;
+    using F = __m512;
+    static constexpr int steps = 1 << 20, rows = 4, columns = 4, unit_bytes = 64;
+    static A none() { return _mm512_setzero_si512(); }
+    static A step(A a, W w, __m512i x) { return in_order(_mm512_dpbusd_epi32(a, w, x)); }
+    static I fold(I total, A a) { return _mm512_add_epi32(total, a); }
+    static I first(W w) { return w; }
+  };
+
+  // Lane l of a row has outputs 32l..32l+31; vector 2k has the even and 2k+1 the odd of outputs 8k..8k+7 of each lane.
+  struct Four : Sums {
+    static constexpr int bits = 4, vectors = 8, unit = 128, zero = 8;
+
+    template <class Use>
+    static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
+      const __m512i nibble = _mm512_set1_epi8(15);
+      interleave(rows, offset, [&](int k, __m512i quads) __attribute__((always_inline)) {
+        use(2 * k, _mm512_and_si512(quads, nibble));
+        use(2 * k + 1, _mm512_and_si512(_mm512_srli_epi16(quads, 4), nibble));
+      });
+    }
+    static void scales(const std::uint16_t* s, F* out) {
+      const __m512i split = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+      __m512i lanes[4];
+      for (int l = 0; l < 4; ++l) lanes[l] = _mm512_shuffle_epi8(bytes(s + 32 * l), split);
+      for (int k = 0; k < 8; ++k) out[k] = float16(column(lanes, k));
+    }
+    static void store(const float* sums, float* out) {
+      F v[4];
+      for (int half = 0; half < 2; ++half) {
+        for (int k = 0; k < 2; ++k) {
+          const F even = load(sums + 32 * (2 * half + k)), odd = load(sums + 32 * (2 * half + k) + 16);
+          v[2 * k] = _mm512_unpacklo_ps(even, odd);
+          v[2 * k + 1] = _mm512_unpackhi_ps(even, odd);
+        }
+        gather_lanes(v, out + 16 * half, 32);
+      }
+    }
+  };
+
+  // Lane l of a row has outputs 16l..16l+15; vector k has outputs 4k..4k+3 of each lane. Weights are stored plus 128, unsigned.
+  struct Eight : Sums {
+    static constexpr int bits = 8, vectors = 4, unit = 64, zero = 128;
+
+    template <class Use>
+    static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
+      const __m512i sign = _mm512_set1_epi8(-128);
+      interleave(rows, offset, [&](int k, __m512i quads) __attribute__((always_inline)) { use(k, _mm512_xor_si512(quads, sign)); });
+    }
+    static void scales(const std::uint16_t* s, F* out) {
+      __m512i lanes[4];
+      for (int l = 0; l < 4; ++l) lanes[l] = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(s + 16 * l)));
+      for (int k = 0; k < 4; ++k) out[k] = float16(column(lanes, k));
+    }
+    static void store(const float* sums, float* out) {
+      F v[4];
+      for (int k = 0; k < 4; ++k) v[k] = load(sums + 16 * k);
+      gather_lanes(v, out, 16);
+    }
+  };
+};
+
+std::uint64_t read(const std::uint8_t* bytes, std::int64_t n) {
+  __m512i sum[4] = {};
+  for (std::int64_t at = 0; at < n; at += 256)
+    for (int i = 0; i < 4; ++i) sum[i] = _mm512_xor_si512(sum[i], Avx512::bytes(bytes + at + 64 * i));
+  alignas(64) std::uint64_t words[8];
+  _mm512_storeu_si512(words, _mm512_xor_si512(_mm512_xor_si512(sum[0], sum[1]), _mm512_xor_si512(sum[2], sum[3])));
+  std::uint64_t all = 0;
+  for (int i = 0; i < 8; ++i) all ^= words[i];
+  return all;
+}
+
+std::int64_t peak(std::int64_t rounds) {
+  __m512i w = _mm512_set1_epi8(3), x = _mm512_set1_epi8(5), sum[16] = {};
+  for (std::int64_t i = 0; i < rounds; ++i) {
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; ++k) {
+      w = Avx512::in_order(w);  // or the compiler computes one product for all
+      sum[k] = Avx512::Sums::step(sum[k], w, x);
+    }
+  }
+  for (int k = 0; k < 16; ++k) asm volatile("" : : "m"(sum[k]));
+  return rounds * 16 * 64;
+}
+
+}  // namespace
+
+const Isa isa_avx512 = {"avx512", product<Avx512>, quantise, activate, add_scaled, read, peak, dot, rms_norm_row, attend};
+
+}  // namespace edgexpert

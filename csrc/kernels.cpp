@@ -1,0 +1,240 @@
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "isa.h"
+#include "pool.h"
+
+namespace edgexpert {
+namespace {
+
+// Memory that stays between calls.
+class Buffer {
+ public:
+  template <class T>
+  T* get(std::int64_t count) {
+    const std::size_t bytes = (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    if (bytes > bytes_) {
+      std::free(memory_);
+      memory_ = std::aligned_alloc(64, bytes);
+      bytes_ = bytes;
+    }
+    return static_cast<T*>(memory_);
+  }
+
+ private:
+  void* memory_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+struct Task {
+  std::int64_t expert, begin, end;
+};
+
+std::mutex busy;  // one call at a time: they share the pool and these buffers
+Buffer quantised, token_sums, token_scales, packed, packed_sums, channel_lists, quad_lists, row_x, row_sums, row_scales, products,
+    activations, scratch;
+std::vector<Task> tasks;
+
+// Channels per block: those that share scales; 32 for weights without.
+std::int64_t block_of(const Weights& w) { return w.bits == 16 ? std::min<std::int64_t>(32, w.channels) : w.group; }
+std::int64_t blocks_of(const Weights& w) { return (w.channels + block_of(w) - 1) / block_of(w); }
+
+template <class F>
+void for_rows(std::int64_t rows, F&& f) {
+  if (rows < 4) {
+    for (std::int64_t r = 0; r < rows; ++r) f(r, 0);
+  } else {
+    parallel_for(rows, f);
+  }
+}
+
+void add_sums(const std::int8_t* q, const std::int32_t* quads, std::int64_t blocks, std::int32_t* sums) {
+  for (std::int64_t g = 0; g < blocks; ++g) {
+    std::int32_t sum = 0;
+    for (std::int64_t i = 4 * quads[g]; i < 4 * quads[g + 1]; ++i) sum += q[i];
+    sums[g] = sum;
+  }
+}
+
+// The channels that an expert reads, each block padded to whole quads; -1 - channel marks padding.
+void list_channels(const Weights& w, const bool* loaded, std::int32_t* channels, std::int32_t* quads) {
+  const std::int64_t block = block_of(w), blocks = blocks_of(w);
+  std::int64_t n = 0;
+  quads[0] = 0;
+  for (std::int64_t g = 0; g < blocks; ++g) {
+    std::int32_t last = 0;
+    for (std::int64_t c = g * block; c < std::min((g + 1) * block, w.channels); ++c)
+      if (!loaded || loaded[c]) channels[n++] = last = static_cast<std::int32_t>(c);
+    while (n % 4) channels[n++] = -1 - last;
+    quads[g + 1] = static_cast<std::int32_t>(n / 4);
+  }
+}
+
+template <class T>
+void pack_row(const T* x, const std::int32_t* channels, std::int64_t n, const bool* compute, T* out) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    const std::int32_t c = channels[i];
+    out[i] = c < 0 || (compute && !compute[c]) ? T{} : x[c];
+  }
+}
+
+// out [pairs, w.outputs] = the activations of each pair times its expert's matrix, plus bias. The activations of pair p are row
+// tokens[p] of x [rows, channels], or row p where tokens is null. They are quantised row by row before anything is selected.
+void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& pairs, const std::int64_t* tokens,
+              const Selection& selection, const float* bias, float* out) {
+  const std::int64_t count = pairs.count(), channels = w.channels, blocks = blocks_of(w), experts = pairs.loaded;
+  const bool integer = w.bits != 16, selected = selection.loaded || selection.compute;
+  const std::size_t value = integer ? 1 : 4;
+  const Isa& set = isa();
+  if (!count) return;
+
+  const std::int64_t lists = selected ? experts : 1;
+  auto* channel_list = channel_lists.get<std::int32_t>(lists * (channels + 4));
+  auto* quad_list = quad_lists.get<std::int32_t>(lists * (blocks + 1));
+  if (!selected) list_channels(w, nullptr, channel_list, quad_list);
+
+  auto* q = quantised.get<std::int8_t>(integer ? rows * channels : 0);
+  auto* sums = token_sums.get<std::int32_t>(rows * blocks);
+  auto* scales = token_scales.get<float>(rows);
+  if (integer) {
+    for_rows(rows, [&](std::int64_t r, int) {
+      scales[r] = set.quantise(x + r * channels, channels, q + r * channels);
+      if (!selected) add_sums(q + r * channels, quad_list, blocks, sums + r * blocks);
+    });
+  }
+
+  auto* pair_x = row_x.get<const void*>(count);
+  auto* pair_sums = row_sums.get<const std::int32_t*>(count);
+  auto* pair_scales = row_scales.get<float>(count);
+  const auto* source = integer ? reinterpret_cast<const std::uint8_t*>(q) : reinterpret_cast<const std::uint8_t*>(x);
+  for (std::int64_t p = 0; p < count; ++p) {
+    const std::int64_t r = tokens ? tokens[p] : p;
+    pair_x[p] = source + r * channels * value;
+    pair_sums[p] = sums + r * blocks;
+    if (integer) pair_scales[p] = scales[r];
+  }
+
+  if (selected) {
+    auto* rows_packed = packed.get<std::uint8_t>(count * (channels + 4) * value);
+    auto* sums_packed = packed_sums.get<std::int32_t>(count * blocks);
+    for_rows(experts, [&](std::int64_t u, int) {
+      auto* list = channel_list + u * (channels + 4);
+      auto* quads = quad_list + u * (blocks + 1);
+      list_channels(w, selection.loaded ? selection.loaded + pairs.experts[u] * channels : nullptr, list, quads);
+      const std::int64_t n = 4 * quads[blocks];
+      for (std::int64_t p = pairs.offsets[u]; p < pairs.offsets[u + 1]; ++p) {
+        const bool* compute = selection.compute ? selection.compute + p * channels : nullptr;
+        void* row = rows_packed + p * (channels + 4) * value;
+        if (integer) {
+          pack_row(static_cast<const std::int8_t*>(pair_x[p]), list, n, compute, static_cast<std::int8_t*>(row));
+          add_sums(static_cast<std::int8_t*>(row), quads, blocks, sums_packed + p * blocks);
+        } else {
+          pack_row(static_cast<const float*>(pair_x[p]), list, n, compute, static_cast<float*>(row));
+        }
+        pair_x[p] = row;
+        pair_sums[p] = sums_packed + p * blocks;
+      }
+      for (std::int64_t i = 0; i < n; ++i) list[i] = list[i] < 0 ? -1 - list[i] : list[i];
+    });
+  }
+
+  // An expert's columns are split where there are few experts, or where it has more rows than its share.
+  const auto cost = [&](std::int64_t u) { return std::max<std::int64_t>(4, pairs.offsets[u + 1] - pairs.offsets[u]); };
+  std::int64_t total = 0;
+  for (std::int64_t u = 0; u < experts; ++u) total += cost(u);
+  const std::int64_t share = std::max<std::int64_t>(1, total / (4 * threads()));
+  tasks.clear();
+  for (std::int64_t u = 0; u < experts; ++u) {
+    if (pairs.offsets[u] == pairs.offsets[u + 1]) continue;
+    const std::int64_t parts = std::clamp<std::int64_t>(cost(u) / share, 1, std::max<std::int64_t>(1, w.padded / 512));
+    const std::int64_t width = threads() == 1 ? w.padded : ((w.padded + parts - 1) / parts + kColumns - 1) / kColumns * kColumns;
+    for (std::int64_t c = 0; c < w.padded; c += width) tasks.push_back({u, c, std::min(c + width, w.padded)});
+  }
+
+  const std::int64_t bytes = (scratch_bytes(block_of(w)) + 63) / 64 * 64;
+  auto* memory = scratch.get<std::uint8_t>(bytes * threads());
+  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t i, int thread) {
+    const Task& task = tasks[i];
+    const std::int64_t u = task.expert, e = pairs.experts[u], p = pairs.offsets[u], list = selected ? u : 0;
+    Product product{};
+    product.values = w.values + e * w.value_stride;
+    product.scales = reinterpret_cast<const std::uint16_t*>(reinterpret_cast<const char*>(w.scales) + e * w.scale_stride);
+    product.zeros = w.zeros ? w.zeros + e * w.zero_stride : nullptr;
+    product.padded = w.padded;
+    product.outputs = w.outputs;
+    product.group = block_of(w);
+    product.bits = w.bits;
+    product.groups = blocks;
+    product.channels = channel_list + list * (channels + 4);
+    product.quads = quad_list + list * (blocks + 1);
+    product.rows = pairs.offsets[u + 1] - p;
+    product.x = pair_x + p;
+    product.sums = pair_sums + p;
+    product.x_scales = pair_scales + p;
+    product.bias = bias ? bias + e * w.outputs : nullptr;
+    product.out = out + p * w.outputs;
+    product.out_stride = w.outputs;
+    product.begin = task.begin;
+    product.end = task.end;
+    product.scratch = memory + thread * bytes;
+    set.product(product);
+  });
+}
+
+void gate_up_unlocked(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
+                      const float* bias, Activation activation, bool gated, float* out) {
+  const std::int64_t width = gated ? w.outputs / 2 : w.outputs;
+  auto* y = products.get<float>(pairs.count() * w.outputs);
+  multiply(w, x, tokens, pairs, pairs.tokens, selection, bias, y);
+  for_rows(pairs.count(),
+           [&](std::int64_t p, int) { isa().activate(activation, gated, y + p * w.outputs, width, out + p * width); });
+}
+
+void down_unlocked(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
+                   const float* bias, const float* weights, float* out) {
+  auto* y = products.get<float>(pairs.count() * w.outputs);
+  multiply(w, x, pairs.count(), pairs, nullptr, selection, bias, y);
+  constexpr std::int64_t width = 512;
+  for_rows((w.outputs + width - 1) / width, [&](std::int64_t block, int) {
+    const std::int64_t c = block * width, n = std::min(width, w.outputs - c);
+    for (std::int64_t t = 0; t < tokens; ++t) std::memset(out + t * w.outputs + c, 0, n * sizeof(float));
+    for (std::int64_t p = 0; p < pairs.count(); ++p)
+      isa().add_scaled(weights[p], y + p * w.outputs + c, n, out + pairs.tokens[p] * w.outputs + c);
+  });
+}
+
+}  // namespace
+
+void linear(const Weights& w, const float* x, std::int64_t rows, const float* bias, float* out) {
+  const std::lock_guard lock(busy);
+  const std::int64_t expert = 0, offsets[2] = {0, rows};
+  multiply(w, x, rows, Pairs{1, &expert, offsets, nullptr}, nullptr, Selection{}, bias, out);
+}
+
+void gate_up(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
+             const float* bias, Activation activation, bool gated, float* out) {
+  const std::lock_guard lock(busy);
+  gate_up_unlocked(w, x, tokens, pairs, selection, bias, activation, gated, out);
+}
+
+void down(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
+          const float* bias, const float* weights, float* out) {
+  const std::lock_guard lock(busy);
+  down_unlocked(w, x, tokens, pairs, selection, bias, weights, out);
+}
+
+void experts(const Weights& gate_up, const Weights& down, const float* x, std::int64_t tokens, const Pairs& pairs,
+             const Selection& selection, const float* gate_up_bias, const float* down_bias, Activation activation, bool gated,
+             const float* weights, float* out) {
+  const std::lock_guard lock(busy);
+  auto* inner = activations.get<float>(pairs.count() * down.channels);
+  gate_up_unlocked(gate_up, x, tokens, pairs, selection, gate_up_bias, activation, gated, inner);
+  down_unlocked(down, inner, tokens, pairs, Selection{}, down_bias, weights, out);
+}
+
+}  // namespace edgexpert

@@ -1,0 +1,61 @@
+// What the kernels compute, for callers in C++. Matrices are channel-major: all outputs of one input channel are one row,
+// so that a skipped channel is a skipped contiguous run. docs/architecture.md describes the arithmetic.
+#pragma once
+
+#include <cstdint>
+
+namespace edgexpert {
+
+// E matrices of one shape, each [channels, outputs]; a single linear layer is E = 1. Rows are padded to `padded` outputs, a
+// multiple of 32. bits 4: byte j of a row holds outputs 2j (low nibble) and 2j + 1; the weight is (q - zero) * scale, and zero
+// is 8 where `zeros` is null. bits 8: int8, q * scale. bits 16: bfloat16, no scales.
+struct Weights {
+  const std::uint8_t* values = nullptr;   // [channels, row bytes] per expert
+  const std::uint16_t* scales = nullptr;  // float16 [channels / group, padded] per expert
+  const std::uint8_t* zeros = nullptr;    // [channels / group, padded] per expert
+  std::int64_t value_stride = 0, scale_stride = 0, zero_stride = 0;  // bytes from one expert to the next
+  std::int64_t count = 1, channels = 0, outputs = 0, padded = 0;
+  int bits = 4;
+  std::int64_t group = 32;  // channels that share a row of scales
+
+  std::int64_t row_bytes() const { return padded * bits / 8; }
+};
+
+// The (token, expert) pairs of a layer, grouped by expert in ascending order: expert `experts[u]` owns the pairs from
+// `offsets[u]` up to `offsets[u + 1]`, and pair p belongs to token `tokens[p]`.
+struct Pairs {
+  std::int64_t loaded = 0;  // number of experts
+  const std::int64_t* experts = nullptr;
+  const std::int64_t* offsets = nullptr;  // [loaded + 1]
+  const std::int64_t* tokens = nullptr;   // [pairs]
+
+  std::int64_t count() const { return loaded ? offsets[loaded] : 0; }
+};
+
+// Which input channels are read, and which of them a pair computes on; null means all.
+struct Selection {
+  const bool* loaded = nullptr;   // [E, channels], by expert id
+  const bool* compute = nullptr;  // [pairs, channels]
+};
+
+enum class Activation : int { silu, gelu, gelu_tanh, relu, identity };
+
+// out [rows, outputs] = x [rows, channels] times the matrix, plus bias [outputs] where there is one.
+void linear(const Weights& w, const float* x, std::int64_t rows, const float* bias, float* out);
+
+// out [pairs, width] = act(gate) * up of every pair, for x [tokens, channels]. Gated: w.outputs = 2 * width, gate first;
+// otherwise act(y) with w.outputs = width. bias is [E, w.outputs] or null.
+void gate_up(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
+             const float* bias, Activation activation, bool gated, float* out);
+
+// out [tokens, outputs] = for each token the sum over its pairs, in ascending order of expert, of
+// weights[p] * (x[p] times the expert's matrix + bias), for x [pairs, channels].
+void down(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
+          const float* bias, const float* weights, float* out);
+
+// Both at once, where down reads all channels.
+void experts(const Weights& gate_up, const Weights& down, const float* x, std::int64_t tokens, const Pairs& pairs,
+             const Selection& selection, const float* gate_up_bias, const float* down_bias, Activation activation, bool gated,
+             const float* weights, float* out);
+
+}  // namespace edgexpert

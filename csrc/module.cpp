@@ -1,0 +1,145 @@
+// The Python module edgexpert.kernels._native. Tensors arrive as addresses, which costs far less per call than array objects;
+// edgexpert/kernels/native.py is the only caller and checks types, shapes and layout first.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <atomic>
+
+#include "isa.h"
+#include "pool.h"
+#include "select.h"
+
+namespace nb = nanobind;
+using namespace edgexpert;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Pairs pairs_of(std::int64_t loaded, Address experts, Address offsets, Address tokens) {
+  return {loaded, at<const std::int64_t>(experts), at<const std::int64_t>(offsets), at<const std::int64_t>(tokens)};
+}
+
+Selection selection_of(Address loaded, Address compute) { return {at<const bool>(loaded), at<const bool>(compute)}; }
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "Matrix products with packed channel-major weights; see csrc/kernels.h.";
+
+  nb::class_<Weights>(m, "Weights")
+      .def(
+          "__init__",
+          [](Weights* self, Address values, Address scales, Address zeros, std::int64_t value_stride, std::int64_t scale_stride,
+             std::int64_t zero_stride, std::int64_t count, std::int64_t channels, std::int64_t outputs, std::int64_t padded,
+             int bits, std::int64_t group) {
+            new (self) Weights{at<const std::uint8_t>(values), at<const std::uint16_t>(scales), at<const std::uint8_t>(zeros),
+                               value_stride, scale_stride, zero_stride, count, channels, outputs, padded, bits, group};
+          });
+
+  m.def("isa", [] { return std::string(isa().name); });
+  m.def("has_isa", [](const std::string& name) { return has_isa(name.c_str()); });
+  m.def("select_isa", [](const std::string& name) { return select_isa(name.c_str()); });
+  m.def("set_threads", &set_threads, nb::call_guard<nb::gil_scoped_release>());
+  m.def("threads", &threads);
+
+  m.def(
+      "linear",
+      [](const Weights& w, Address x, std::int64_t rows, Address bias, Address out) {
+        linear(w, at<const float>(x), rows, at<const float>(bias), at<float>(out));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "gate_up",
+      [](const Weights& w, Address x, std::int64_t tokens, std::int64_t loaded_experts, Address experts, Address offsets,
+         Address pair_tokens, Address loaded, Address compute, Address bias, int activation, bool gated, Address out) {
+        gate_up(w, at<const float>(x), tokens, pairs_of(loaded_experts, experts, offsets, pair_tokens),
+                selection_of(loaded, compute), at<const float>(bias), static_cast<Activation>(activation), gated, at<float>(out));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "down",
+      [](const Weights& w, Address x, std::int64_t tokens, std::int64_t loaded_experts, Address experts, Address offsets,
+         Address pair_tokens, Address loaded, Address compute, Address bias, Address weights, Address out) {
+        down(w, at<const float>(x), tokens, pairs_of(loaded_experts, experts, offsets, pair_tokens),
+             selection_of(loaded, compute), at<const float>(bias), at<const float>(weights), at<float>(out));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "experts",
+      [](const Weights& up, const Weights& down, Address x, std::int64_t tokens, std::int64_t loaded_experts, Address ids,
+         Address offsets, Address pair_tokens, Address loaded, Address compute, Address up_bias, Address down_bias,
+         int activation, bool gated, Address weights, Address out) {
+        experts(up, down, at<const float>(x), tokens, pairs_of(loaded_experts, ids, offsets, pair_tokens),
+                selection_of(loaded, compute), at<const float>(up_bias), at<const float>(down_bias),
+                static_cast<Activation>(activation), gated, at<const float>(weights), at<float>(out));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
+      "rms_norm",
+      [](Address x, Address weight, Address out, std::int64_t rows, std::int64_t n, float eps) {
+        rms_norm(at<const float>(x), at<const float>(weight), at<float>(out), rows, n, eps);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "float_linear",
+      [](Address x, Address weight, Address out, std::int64_t rows, std::int64_t n, std::int64_t outputs) {
+        float_linear(at<const float>(x), at<const float>(weight), at<float>(out), rows, n, outputs);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "attention",
+      [](Address query, std::int64_t query_head, std::int64_t query_token, Address key, std::int64_t key_head,
+         std::int64_t key_token, Address value, std::int64_t value_head, std::int64_t value_token, Address mask, Address out,
+         std::int64_t heads, std::int64_t kv_heads, std::int64_t tokens, std::int64_t keys, std::int64_t dim,
+         std::int64_t value_dim, float scale) {
+        attention({at<const float>(query), at<const float>(key), at<const float>(value), query_head, query_token, key_head,
+                   key_token, value_head, value_token, at<const bool>(mask), at<float>(out), heads, kv_heads, tokens, keys, dim,
+                   value_dim, scale});
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "needed_channels",
+      [](Address activations, Address weights, Address offsets, std::int64_t tokens, std::int64_t channels, double share,
+         Address mask) {
+        needed_channels(at<const float>(activations), at<const float>(weights), at<const std::int64_t>(offsets), tokens, channels,
+                        share, at<bool>(mask));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "salient_channels",
+      [](Address activations, Address weights, Address mask, Address pair_expert, Address pair_depth, std::int64_t pairs,
+         std::int64_t channels, float selection_ratio, std::int64_t experts, Address loaded) {
+        salient_channels(at<const float>(activations), at<const float>(weights), at<const bool>(mask),
+                         at<const std::int64_t>(pair_expert), at<const std::int64_t>(pair_depth), pairs, channels,
+                         selection_ratio, experts, at<bool>(loaded));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  // Yardsticks of benchmarks/kernels.py.
+  m.def(
+      "read_memory",
+      [](Address bytes, std::int64_t n) {
+        const std::int64_t part = (n / (8 * threads()) + 255) / 256 * 256;
+        parallel_for((n + part - 1) / part, [&](std::int64_t i, int) {
+          const std::int64_t length = i * part + part < n ? part : (n - i * part) / 256 * 256;
+          volatile std::uint64_t keep = isa().read(at<const std::uint8_t>(bytes) + i * part, length);
+          (void)keep;
+        });
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "multiply_in_registers",
+      [](std::int64_t rounds) {
+        std::atomic<std::int64_t> done{0};
+        parallel_for(8 * threads(), [&](std::int64_t, int) { done += isa().peak(rounds); });
+        return done.load();
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,23 @@
+// A small pool of threads. Tasks are claimed one by one, the caller works too, and it waits for tasks, not for threads: threads
+// that the system does not schedule cost nothing.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace edgexpert {
+
+void set_threads(int threads);  // the caller included
+int threads();
+
+// Runs body(context, task, thread) for every task in [0, tasks); thread is in [0, threads()).
+void run_tasks(std::int64_t tasks, void (*body)(void*, std::int64_t, int), void* context);
+
+template <class F>
+void parallel_for(std::int64_t tasks, F&& f) {
+  run_tasks(
+      tasks, [](void* context, std::int64_t task, int thread) { (*static_cast<std::remove_reference_t<F>*>(context))(task, thread); },
+      &f);
+}
+
+}  // namespace edgexpert

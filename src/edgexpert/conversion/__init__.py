@@ -1,0 +1,1 @@
+"""`edgexpert convert`: from any checkpoint to a packed one, and back."""

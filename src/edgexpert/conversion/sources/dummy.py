@@ -1,0 +1,126 @@
+"""Random weights in the shapes of real models, so that speed can be measured without a download.
+
+The packed values are random bytes; scales give them the standard deviation of a model's initial weights, so that activations
+stay finite, and the router is a real random one, so that experts are chosen about evenly. The text of such a model means
+nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from edgexpert.conversion.sources.source import Source, meta_model
+from edgexpert.errors import UserError
+from edgexpert.model.loading import bundled_folder
+from edgexpert.packing.format import Linear, MatrixLayout
+from edgexpert.packing.matrix import PackedMatrix, padded
+
+STD = 0.02
+"""Of all weights; the usual `initializer_range`."""
+STD_OF_CODES = {4: (255 / 12) ** 0.5, 8: (254**2 / 12) ** 0.5}
+"""Of codes that are uniformly random: 16 values, and about 255."""
+TOKENIZER = "stories"
+
+SHAPES: dict[str, dict[str, object]] = {
+    "granite-1b-a400m": dict(
+        model_type="granitemoe", vocab_size=49155, hidden_size=1024, intermediate_size=512, num_hidden_layers=24,
+        num_attention_heads=16, num_key_value_heads=8, num_local_experts=32, num_experts_per_tok=8, tie_word_embeddings=True,
+        max_position_embeddings=4096, embedding_multiplier=12.0, attention_multiplier=0.015625, residual_multiplier=0.22,
+        logits_scaling=6.0,
+    ),
+    "olmoe-1b-7b": dict(
+        model_type="olmoe", vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16,
+        num_attention_heads=16, num_key_value_heads=16, num_experts=64, num_experts_per_tok=8, max_position_embeddings=4096,
+    ),
+    "deepseek-v2-lite": dict(
+        model_type="deepseek_v2", vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
+        num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, num_experts_per_tok=6,
+        n_shared_experts=2, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
+        qk_rope_head_dim=64, v_head_dim=128, norm_topk_prob=False, topk_method="greedy", max_position_embeddings=32768,
+    ),
+    "qwen3-30b-a3b": dict(
+        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1000000.0, max_position_embeddings=40960,
+    ),
+}
+"""The published configurations, as far as shapes and speed go."""
+
+
+class DummySource(Source):
+    """Random weights for a configuration."""
+
+    kind = "dummy"
+    dummy = True
+
+    def __init__(self, config: PreTrainedConfig, name: str) -> None:
+        config.edgexpert_dummy = True  # whoever opens config.json sees it
+        config.dtype = torch.bfloat16
+        self.config, self.model = config, meta_model(config)
+        self.origin = {"kind": self.kind, "name": name}
+        self.fingerprint = config.to_dict()
+        self._state = self.model.state_dict()
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.bfloat16
+
+    def read(self, name: str) -> Tensor:
+        """Normal weights; ones for norms and zeros for biases."""
+        shape = self._state[name].shape
+        if len(shape) > 1:
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            return torch.empty(shape, dtype=torch.bfloat16).normal_(0, STD, generator=generator)
+        return torch.ones(shape) if "norm" in name else torch.zeros(shape)
+
+    def packed(self, name: str, matrix: MatrixLayout | Linear, count: int, zero_point: bool) -> Iterator[PackedMatrix]:
+        random = np.random.Generator(np.random.SFC64(zlib.crc32(name.encode())))
+        channels, width, group = matrix.channels, padded(matrix.outputs), matrix.group or matrix.channels
+        for _ in range(count):
+            if matrix.bits == 16:
+                values = torch.from_numpy(random.standard_normal((channels, width), dtype=np.float32)).mul_(STD).bfloat16()
+                yield PackedMatrix(values, None, None, channels, matrix.outputs, 16, group)
+                continue
+            size = channels * width * matrix.bits // 8
+            words = torch.from_numpy(random.integers(0, 1 << 64, size // 8, dtype=np.uint64))
+            values = words.view(torch.uint8).view(channels, -1)
+            if matrix.bits == 8:
+                values = values.view(torch.int8).clamp_(min=-127)
+            rows = (channels // group, width)
+            scales = torch.full(rows, STD / STD_OF_CODES[matrix.bits], dtype=torch.float16)
+            zeros = torch.full(rows, 8, dtype=torch.uint8) if zero_point and matrix.bits == 4 else None
+            yield PackedMatrix(values, scales, zeros, channels, matrix.outputs, matrix.bits, group)
+
+    def save_extras(self, folder: Path) -> None:
+        """A tokenizer, so that text can be given: the bundled model's, if the vocabulary is large enough."""
+        bundled = bundled_folder(TOKENIZER)
+        tokens = json.loads((bundled / "tokenizer.json").read_text())["model"]["vocab"]
+        if self.config.get_text_config().vocab_size < len(tokens):
+            return
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(bundled / name, folder / name)
+
+
+def dummy_config(name: str) -> PreTrainedConfig:
+    """The configuration of a shape by name, or of a config.json."""
+    if name in SHAPES:
+        shape = dict(SHAPES[name])
+        return CONFIG_MAPPING[str(shape.pop("model_type"))](**shape)
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"there is no shape {name!r}: give {', '.join(SHAPES)}, or a config.json")
+    try:
+        stored = json.loads(path.read_text())
+        stored.pop("quantization_config", None)
+        return CONFIG_MAPPING[stored.pop("model_type")].from_dict(stored)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a configuration that transformers knows ({error})") from error

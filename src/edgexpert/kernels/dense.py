@@ -1,0 +1,61 @@
+"""Float operations around the weights: RMSNorm, the router's linear layer, attention over a token tree.
+
+A token's result is bit for bit the same whatever else shares the call, which PyTorch's own products do not promise; so a
+candidate in a tree gives what it would give in plain decoding. Without the compiled module PyTorch computes them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from edgexpert.kernels import native
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x`` [..., n] over its root mean square, times ``weight`` [n]."""
+    if native.path() == "torch":
+        return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    n = x.shape[-1]
+    native._native.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, eps)
+    return out
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` [..., n] times ``weight`` [outputs, n] transposed."""
+    if native.path() == "torch":
+        return F.linear(x, weight)
+    n, outputs = x.shape[-1], len(weight)
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], outputs)
+    native._native.float_linear(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, outputs)
+    return out
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Softmax attention of a stage's tokens.
+
+    Args:
+        query: [heads, T, D]; the last dimension of all three is contiguous.
+        key, value: [kv heads, n, D] and [kv heads, n, Dv]; the last T keys are the stage's own.
+        mask: who attends to whom, bool [T, n]; None for a text.
+
+    Returns:
+        [T, heads, Dv]
+    """
+    if native.path() == "torch":
+        if mask is None:
+            tokens, keys = query.shape[1], key.shape[1]
+            mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
+        out = F.scaled_dot_product_attention(query[None], key[None], value[None], mask, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    assert query.stride(2) == key.stride(2) == value.stride(2) == 1 and query.dtype == key.dtype == value.dtype == torch.float32
+    assert mask is None or (mask.dtype == torch.bool and mask.is_contiguous())
+    out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+    arrays = [number for x in (query, key, value) for number in (x.data_ptr(), *x.stride()[:2])]
+    sizes = (len(query), len(key), query.shape[1], key.shape[1], query.shape[2], value.shape[2])
+    native._native.attention(*arrays, 0 if mask is None else mask.data_ptr(), out.data_ptr(), *sizes, scale)
+    return out

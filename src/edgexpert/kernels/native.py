@@ -1,0 +1,205 @@
+"""The compiled kernels, and PyTorch where there are none.
+
+Each function has the signature, the result and the shapes of its namesake in `edgexpert.kernels.packed`. All instruction sets
+give the same bits; a token's result is the same whatever other tokens share the call and however many threads run. Against
+PyTorch, 4- and 8-bit products are equal bit for bit; activation functions (and 16-bit products) differ in the last places.
+
+``EDGEXPERT_KERNELS`` = auto | avx512 | avx2 | portable | torch chooses; auto takes the best that this processor has.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from edgexpert.errors import UserError
+from edgexpert.kernels import packed
+from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs
+
+try:
+    from edgexpert.kernels import _native  # type: ignore[attr-defined]
+except ImportError:  # installed without a compiler
+    _native = None
+
+PATHS = ("auto", "avx512", "avx2", "portable", "torch")
+_ACTIVATIONS = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "identity"))}
+
+
+@cache
+def path() -> str:
+    """What computes: "avx512", "avx2", "portable", or "torch" where the compiled kernels are absent or not wanted."""
+    wanted = os.environ.get("EDGEXPERT_KERNELS", "auto")
+    if wanted not in PATHS:
+        raise UserError(f"EDGEXPERT_KERNELS is {wanted}; set it to one of {', '.join(PATHS)}.")
+    if wanted == "torch" or (_native is None and wanted == "auto"):
+        return "torch"
+    if _native is None:
+        raise UserError(f"EDGEXPERT_KERNELS asks for {wanted}, but EdgeXpert was installed without a compiler; set it to torch.")
+    if not _native.select_isa(wanted):
+        raise UserError(f"EDGEXPERT_KERNELS asks for {wanted}, which this processor lacks; set it to auto.")
+    return str(_native.isa())
+
+
+def available() -> list[str]:
+    """The paths that this installation and processor have, best first."""
+    return [name for name in PATHS[1:] if name == "torch" or (_native is not None and _native.has_isa(name))]
+
+
+def set_threads(threads: int) -> None:
+    """How many threads the kernels use (at first, one for each processor)."""
+    if threads < 1:
+        raise UserError(f"Use at least 1 thread, not {threads}.")
+    if _native is not None:
+        _native.set_threads(threads)
+
+
+def get_threads() -> int:
+    """How many threads the kernels use."""
+    return torch.get_num_threads() if _native is None else int(_native.threads())
+
+
+def _bind(matrix: PackedMatrix) -> Any:
+    """The native view of a matrix, made once."""
+    bound = matrix.__dict__.get("_native")
+    if bound is None:
+        row = matrix.values.shape[-1] * matrix.values.element_size()
+        padded = row * 8 // matrix.bits
+        kinds = {4: torch.uint8, 8: torch.int8, 16: torch.bfloat16}
+        _check(matrix.values, kinds[matrix.bits], (matrix.channels, matrix.values.shape[-1]))
+        if padded % packed.ALIGNMENT or padded < matrix.outputs or matrix.channels % 4:
+            raise ValueError(f"{matrix.outputs} outputs in rows of {padded}, {matrix.channels} channels")
+        addresses, strides = [matrix.values.data_ptr()], [matrix.values.stride(0) * matrix.values.element_size()]
+        for tensor, kind in ((matrix.scales, torch.float16), (matrix.zeros, torch.uint8)):
+            if tensor is not None:
+                _check(tensor, kind, (matrix.channels // matrix.group, padded))
+            addresses.append(0 if tensor is None else tensor.data_ptr())
+            strides.append(0 if tensor is None else tensor.stride(0) * tensor.element_size())
+        count = len(matrix.values) if isinstance(matrix, PackedExperts) else 1
+        shape = (count, matrix.channels, matrix.outputs, padded, matrix.bits, matrix.group)
+        bound = _native.Weights(*addresses, *strides, *shape)
+        matrix.__dict__["_native"] = bound
+    return bound
+
+
+def _check(tensor: Tensor, kind: torch.dtype, shape: tuple[int, int]) -> None:
+    last = tensor[0] if tensor.dim() == 3 else tensor
+    if tensor.dtype != kind or tuple(last.shape) != shape or not last.is_contiguous():
+        raise ValueError(f"expected contiguous {kind} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+
+
+def _float(x: Tensor, columns: int) -> Tensor:
+    """x as the kernels read it."""
+    if x.dtype != torch.float32 or x.shape[-1] != columns:
+        raise ValueError(f"expected float32 [.., {columns}], not {x.dtype} {tuple(x.shape)}")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def _address(tensor: Tensor | None, kind: torch.dtype) -> int:
+    if tensor is None:
+        return 0
+    if tensor.dtype != kind or not tensor.is_contiguous():
+        raise ValueError(f"expected contiguous {kind}, not {tensor.dtype} with strides {tensor.stride()}")
+    return tensor.data_ptr()
+
+
+def _pairs(pairs: Pairs) -> tuple[int, ...]:
+    """The native arguments of pairs, made once: a layer's pairs serve gate/up and down."""
+    bound: tuple[int, ...] | None = pairs.__dict__.get("_native")
+    if bound is None:
+        bound = (len(pairs.experts), *(_address(t, torch.int64) for t in (pairs.experts, pairs.offsets, pairs.tokens)))
+        pairs.__dict__["_native"] = bound
+    return bound
+
+
+def linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
+    """`packed.linear`."""
+    if path() == "torch":
+        return packed.linear(x, matrix, bias)
+    x = _float(x, matrix.channels)
+    out = x.new_empty(len(x), matrix.outputs)
+    _native.linear(_bind(matrix), x.data_ptr(), len(x), _address(bias, torch.float32), out.data_ptr())
+    return out
+
+
+def gate_up(
+    x: Tensor,
+    experts: PackedExperts,
+    pairs: Pairs,
+    loaded: Tensor | None = None,
+    compute: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+) -> Tensor:
+    """`packed.gate_up`."""
+    if path() == "torch":
+        return packed.gate_up(x, experts, pairs, loaded, compute, bias, activation, gated)
+    x = _float(x, experts.channels)
+    out = x.new_empty(len(pairs.tokens), experts.outputs // 2 if gated else experts.outputs)
+    selection = (_address(loaded, torch.bool), _address(compute, torch.bool), _address(bias, torch.float32))
+    _native.gate_up(
+        _bind(experts), x.data_ptr(), len(x), *_pairs(pairs), *selection, _ACTIVATIONS[activation], gated, out.data_ptr()
+    )
+    return out
+
+
+def down(
+    activations: Tensor,
+    experts: PackedExperts,
+    pairs: Pairs,
+    weights: Tensor,
+    tokens: int,
+    loaded: Tensor | None = None,
+    compute: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`packed.down`."""
+    if path() == "torch":
+        return packed.down(activations, experts, pairs, weights, tokens, loaded, compute, bias)
+    x = _float(activations, experts.channels)
+    out = x.new_empty(tokens, experts.outputs)
+    selection = (_address(loaded, torch.bool), _address(compute, torch.bool), _address(bias, torch.float32))
+    weight = _address(weights, torch.float32)
+    _native.down(_bind(experts), x.data_ptr(), tokens, *_pairs(pairs), *selection, weight, out.data_ptr())
+    return out
+
+
+def run_experts(
+    x: Tensor,
+    gate_up_experts: PackedExperts,
+    down_experts: PackedExperts,
+    pairs: Pairs,
+    weights: Tensor,
+    loaded: Tensor | None = None,
+    compute: Tensor | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: str = "silu",
+    gated: bool = True,
+) -> Tensor:
+    """`gate_up` (with its selection) and `down` (on all channels) in one call: x [T, H] -> [T, H]."""
+    if path() == "torch":
+        inner = packed.gate_up(x, gate_up_experts, pairs, loaded, compute, gate_up_bias, activation, gated)
+        return packed.down(inner, down_experts, pairs, weights, len(x), bias=down_bias)
+    x = _float(x, gate_up_experts.channels)
+    out = x.new_empty(len(x), down_experts.outputs)
+    _native.experts(
+        _bind(gate_up_experts),
+        _bind(down_experts),
+        x.data_ptr(),
+        len(x),
+        *_pairs(pairs),
+        _address(loaded, torch.bool),
+        _address(compute, torch.bool),
+        _address(gate_up_bias, torch.float32),
+        _address(down_bias, torch.float32),
+        _ACTIVATIONS[activation],
+        gated,
+        _address(weights, torch.float32),
+        out.data_ptr(),
+    )
+    return out

@@ -1,0 +1,110 @@
+"""A packed checkpoint as a transformers model: the library's modules, with packed weights and our kernels in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from edgexpert.errors import UserError
+from edgexpert.kernels.experts import PackedExpertWeights
+from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RouterWeight, RowNorm
+from edgexpert.kernels.packed import ACTIVATIONS, PackedExperts, PackedMatrix
+from edgexpert.model.blocks import MoeBlock, find_blocks
+from edgexpert.packing.format import LayerLayout
+from edgexpert.packing.matrix import PackedMatrix as StoredMatrix
+from edgexpert.packing.reading import Pack
+
+
+def load_pack(folder: Path) -> PreTrainedModel:
+    """The model of a packed checkpoint; experts and linear layers stay in the mapped file.
+
+    Raises:
+        UserError: the folder is damaged, or lacks a tensor.
+    """
+    pack = Pack(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(pack.config, dtype=torch.float32, attn_implementation=ATTENTION)
+    tensors = pack.dense()
+    for name, tensor in tensors.items():
+        if isinstance(tensor, StoredMatrix):
+            bias = tensors.get(name.removesuffix("weight") + "bias")
+            assert bias is None or isinstance(bias, Tensor)
+            model.set_submodule(name.removesuffix(".weight"), PackedLinear(_matrix(tensor), bias))
+    for name, tensor in tensors.items():
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if isinstance(tensor, Tensor) and not isinstance(module, PackedLinear):
+            if not isinstance(module, nn.Embedding):
+                tensor = tensor.float()  # routers and norms are small, and the kernels take float32
+            if attribute in module._buffers:
+                module._buffers[attribute] = tensor
+            else:
+                module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
+    _fill_buffers(model)
+    blocks = find_blocks(model)
+    for block, layout in zip(blocks, pack.manifest.layers, strict=True):
+        assert block.layer == layout.layer
+        block.experts.packed = _experts(block, pack, layout)
+        block.router.weight = nn.Parameter(block.router.weight.data.as_subclass(RouterWeight), requires_grad=False)
+    _replace_modules(model)
+    experts = {id(p) for block in blocks for p in block.experts.parameters()}
+    missing = [name for name, p in model.named_parameters() if p.is_meta and id(p) not in experts]
+    if missing:
+        raise UserError(f"{folder} lacks the tensor {missing[0]}; convert the checkpoint again")
+    model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _matrix(stored: StoredMatrix) -> PackedMatrix:
+    group = _group(stored.values, stored.scales)
+    return PackedMatrix(stored.values, stored.scales, stored.zeros, stored.channels, stored.outputs, stored.bits, group)
+
+
+def _group(values: Tensor, scales: Tensor | None) -> int:
+    return 4 if scales is None else values.shape[-2] // scales.shape[-2]
+
+
+def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWeights:
+    module, matrices = block.experts, pack.layer(layout)
+    biases = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
+    gate_up, down = (
+        PackedExperts(m.values, m.scales, m.zeros, m.values.shape[1], m.outputs, m.bits, _group(m.values, m.scales))
+        for m in (matrices["gate_up"], matrices["down"])
+    )
+    return PackedExpertWeights(gate_up, down, *biases, _activation(module, layout), layout.gate)
+
+
+def _activation(experts: Any, layout: LayerLayout) -> str:
+    """The kernels' activation that does what this module does; found by trying, like a router's form."""
+    y = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    theirs = experts._apply_gate(y) if layout.gate else experts.act_fn(y)
+    for name, function in ACTIVATIONS.items():
+        gate, up = y.chunk(2, dim=-1)
+        ours = function(gate) * up if layout.gate else function(y)
+        if torch.allclose(ours, theirs, atol=1e-6) and not layout.interleaved:
+            return name
+    raise UserError(f"packed checkpoints do not have the activation of {type(experts).__name__}; use the original checkpoint")
+
+
+def _fill_buffers(model: PreTrainedModel) -> None:
+    """Computes what no checkpoint stores, such as rotary frequencies."""
+    for module in model.modules():
+        if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
+            module.to_empty(device="cpu", recurse=False)
+            model._init_weights(module)
+
+
+def _replace_modules(model: PreTrainedModel) -> None:
+    for name, module in list(model.named_modules()):
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            model.set_submodule(name, RowNorm(module.weight, module.variance_epsilon))
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    if embedding.weight.dtype != torch.float32:
+        embedding.__class__ = FloatEmbedding

@@ -1,0 +1,194 @@
+"""The compiled kernels against PyTorch, on every instruction set that this machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from edgexpert.kernels import native, packed
+from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs
+
+ISAS = [path for path in native.available() if path != "torch"]
+pytestmark = pytest.mark.skipif(not ISAS, reason="built without native kernels")
+
+FORMATS = [(4, True), (4, False), (8, True), (16, True)]
+"""Bits, and whether there are no zero points."""
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    native.path()
+    native._native.select_isa(request.param)
+    yield request.param
+    native._native.select_isa("auto")
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = native.get_threads()
+    yield
+    native.set_threads(before)
+
+
+def close(got: Tensor, expected: Tensor, bits: int) -> bool:
+    """Integer products equal the reference bit for bit; 16-bit weights are added in another order."""
+    if bits != 16:
+        return torch.equal(got, expected)
+    return torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def experts(count: int, channels: int, outputs: int, bits: int, group: int, symmetric: bool) -> PackedExperts:
+    matrix = packed.quantise(torch.randn(count, channels, outputs), bits, group, symmetric)
+    assert isinstance(matrix, PackedExperts)
+    return matrix
+
+
+def routing(tokens: int, count: int, per_token: int) -> Pairs:
+    expert = torch.stack([torch.randperm(count)[:per_token] for _ in range(tokens)]).flatten()
+    return Pairs.group(expert, torch.arange(tokens).repeat_interleave(per_token))[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.sampled_from([1, 2, 3, 4, 5, 8, 9, 65]),
+    groups=st.integers(1, 5),
+    group=st.sampled_from([4, 20, 32, 64, 128]),
+    outputs=st.integers(1, 300),
+    form=st.sampled_from(FORMATS),
+    seed=st.integers(0, 1000),
+)
+def test_linear_equals_the_reference_for_any_shape(
+    rows: int, groups: int, group: int, outputs: int, form: tuple[int, bool], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    bits, symmetric = form
+    matrix = packed.quantise(torch.randn(groups * group, outputs), bits, group, symmetric)
+    x, bias = torch.randn(rows, groups * group), torch.randn(outputs)
+    expected = packed.linear(x, matrix, bias)
+    for path in ISAS:
+        native.path()
+        native._native.select_isa(path)
+        assert close(native.linear(x, matrix, bias), expected, bits), path
+    native._native.select_isa("auto")
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
+@pytest.mark.parametrize("keep", [1.0, 0.4, 0.0])
+def test_experts_read_only_the_selected_channels(isa: str, bits: int, symmetric: bool, keep: float) -> None:
+    torch.manual_seed(0)
+    hidden, inner, count = 96, 64, 6
+    up = experts(count, hidden, 2 * inner, bits, 32, symmetric)
+    lower = experts(count, inner, hidden, bits, 32, symmetric)
+    pairs = routing(7, count - 1, 2)  # at least one expert has no token
+    x, weights = torch.randn(7, hidden), torch.rand(14)
+    loaded, compute = torch.rand(count, hidden) < keep, torch.rand(14, hidden) < 0.7
+    bias_up, bias_down = torch.randn(count, 2 * inner), torch.randn(count, hidden)
+
+    got = native.gate_up(x, up, pairs, loaded, compute, bias_up)
+    torch.testing.assert_close(got, packed.gate_up(x, up, pairs, loaded, compute, bias_up), rtol=1e-4, atol=1e-4)
+
+    loaded, compute = torch.rand(count, inner) < keep, torch.rand(14, inner) < 0.7
+    got = native.down(got, lower, pairs, weights, 7, loaded, compute, bias_down)
+    inner_x = packed.gate_up(x, up, pairs)
+    got = native.down(inner_x, lower, pairs, weights, 7, loaded, compute, bias_down)
+    assert close(got, packed.down(inner_x, lower, pairs, weights, 7, loaded, compute, bias_down), bits)
+
+    poisoned = PackedExperts(lower.values.clone(), lower.scales, lower.zeros, inner, hidden, bits, 32)
+    poisoned.values[~loaded] = 7 if bits != 16 else torch.nan
+    assert torch.equal(native.down(inner_x, poisoned, pairs, weights, 7, loaded, compute, bias_down), got)
+
+
+@pytest.mark.parametrize("activation", packed.ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_activation_functions_agree_with_torch(isa: str, activation: str, gated: bool) -> None:
+    torch.manual_seed(1)
+    up = experts(3, 32, 64, 16, 32, True)
+    pairs, x = routing(5, 3, 2), 3 * torch.randn(5, 32)
+    got = native.gate_up(x, up, pairs, activation=activation, gated=gated)
+    torch.testing.assert_close(got, packed.gate_up(x, up, pairs, activation=activation, gated=gated), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_token_is_the_same_alone_and_in_any_company_and_with_any_threads(isa: str, bits: int) -> None:
+    torch.manual_seed(2)
+    up, lower = experts(4, 256, 512, bits, 32, True), experts(4, 256, 256, bits, 32, True)
+    matrix = packed.quantise(torch.randn(256, 1100), bits)
+    x, weights = torch.randn(70, 256), torch.rand(140)
+    expert = torch.randint(0, 3, (70, 1)) + torch.tensor([[0, 1]])
+    pairs, order = Pairs.group(expert.flatten(), torch.arange(70).repeat_interleave(2))
+
+    native.set_threads(3)
+    dense = native.linear(x, matrix)
+    together = native.run_experts(x, up, lower, pairs, weights[order])
+    for threads in (1, 2, 5):
+        native.set_threads(threads)
+        assert torch.equal(native.linear(x, matrix), dense)
+        assert torch.equal(native.run_experts(x, up, lower, pairs, weights[order]), together)
+        for t in (0, 33, 69):
+            alone, own = Pairs.group(expert[t], torch.zeros(2, dtype=torch.int64))
+            assert torch.equal(native.linear(x[t : t + 1], matrix)[0], dense[t])
+            got = native.run_experts(x[t : t + 1], up, lower, alone, weights[2 * t : 2 * t + 2][own])
+            assert torch.equal(got[0], together[t])
+
+
+def test_all_instruction_sets_give_the_same_bits() -> None:
+    torch.manual_seed(3)
+    native.path()
+    for bits, symmetric in FORMATS:
+        up, lower = experts(4, 64, 192, bits, 32, symmetric), experts(4, 96, 64, bits, 32, symmetric)
+        pairs, x, weights = routing(9, 4, 2), torch.randn(9, 64), torch.rand(18)
+        results = []
+        for path in ISAS:
+            native._native.select_isa(path)
+            results.append(native.run_experts(x, up, lower, pairs, weights))
+        native._native.select_isa("auto")
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_experts_may_lie_apart_as_records_of_one_file_do(isa: str) -> None:
+    torch.manual_seed(4)
+    whole = experts(3, 64, 96, 4, 32, True)
+    assert whole.scales is not None
+    values, scales = whole.values[0].numel(), whole.scales[0].numel()
+    record = torch.zeros(3, values + 2 * scales + 64, dtype=torch.uint8)
+    record[:, :values] = whole.values.flatten(1)
+    record[:, values : values + 2 * scales] = whole.scales.flatten(1).view(torch.uint8)
+    apart = PackedExperts(
+        record[:, :values].unflatten(1, (64, -1)),
+        record[:, values : values + 2 * scales].view(torch.float16).unflatten(1, (2, -1)),
+        None, 64, 96, 4, 32,
+    )  # fmt: skip
+    pairs, x = routing(4, 3, 2), torch.randn(4, 64)
+    assert torch.equal(native.gate_up(x, apart, pairs), native.gate_up(x, whole, pairs))
+
+
+def test_no_tokens_and_no_pairs_give_empty_results(isa: str) -> None:
+    matrix = packed.quantise(torch.randn(32, 8), 4)
+    assert native.linear(torch.empty(0, 32), matrix).shape == (0, 8)
+    nothing = Pairs(*(torch.zeros(n, dtype=torch.int64) for n in (0, 1, 0)))
+    lower = experts(2, 32, 8, 4, 32, True)
+    assert torch.equal(native.down(torch.empty(0, 32), lower, nothing, torch.empty(0), 3), torch.zeros(3, 8))
+
+
+def test_an_infinity_in_a_token_shows_in_its_result_and_in_no_other(isa: str) -> None:
+    matrix = packed.quantise(torch.randn(64, 40), 4)
+    x = torch.randn(3, 64)
+    x[1, 5] = torch.nan
+    got = native.linear(x, matrix)
+    assert got[1].isnan().all() and got[[0, 2]].isfinite().all()
+
+
+def test_wrong_shapes_and_types_are_refused_before_memory_is_touched() -> None:
+    matrix = packed.quantise(torch.randn(64, 40), 4)
+    with pytest.raises(ValueError, match="expected float32"):
+        native.linear(torch.randn(2, 32), matrix)
+    with pytest.raises(ValueError, match="expected float32"):
+        native.linear(torch.randn(2, 64).double(), matrix)
+    bad = PackedMatrix(matrix.values[:32], matrix.scales, None, 64, 40, 4, 32)
+    with pytest.raises(ValueError, match="expected contiguous"):
+        native.linear(torch.randn(2, 64), bad)

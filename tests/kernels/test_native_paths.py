@@ -1,0 +1,79 @@
+"""Which code computes: forced, refused, absent, and AVX-512 by emulation."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from edgexpert.kernels import native
+
+ROOT = Path(__file__).parents[2]
+
+PRINT_RESULT = """
+import hashlib, torch
+from edgexpert.kernels import native, packed
+torch.manual_seed(0)
+matrix, x = packed.quantise(torch.randn(256, 200), 4), torch.randn(9, 256)
+print(native.path(), hashlib.sha256(native.linear(x, matrix).numpy().tobytes()).hexdigest())
+"""
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False, cwd=ROOT
+    )
+
+
+def test_every_path_can_be_forced_and_computes_the_same() -> None:
+    digests = set()
+    for path in native.available():
+        result = run(PRINT_RESULT, EDGEXPERT_KERNELS=path)
+        assert result.returncode == 0, result.stderr
+        used, digest = result.stdout.split()
+        assert used == path
+        digests.add(digest)
+    assert len(digests) == 1
+
+
+def test_a_path_that_the_processor_lacks_and_an_unknown_one_are_refused() -> None:
+    refused = [path for path in native.PATHS[1:] if path not in native.available()]
+    for path in [*refused, "sse9"]:
+        result = run(PRINT_RESULT, EDGEXPERT_KERNELS=path)
+        assert "UserError: EDGEXPERT_KERNELS" in result.stderr
+        assert path in result.stderr
+
+
+def test_without_the_extension_torch_computes_and_says_so() -> None:
+    absent = "import sys; sys.modules['edgexpert.kernels._native'] = None\n"
+    result = run(absent + PRINT_RESULT, EDGEXPERT_KERNELS="auto")
+    assert result.stdout.startswith("torch "), result.stderr
+    result = run(absent + PRINT_RESULT, EDGEXPERT_KERNELS="portable")
+    assert "installed without a compiler" in result.stderr
+
+
+@pytest.mark.skipif(
+    not Path("/usr/include/simde").exists() or not shutil.which("cmake") or importlib.util.find_spec("nanobind") is None,
+    reason="needs SIMDe, CMake and nanobind",
+)
+def test_avx512_by_emulation_passes_the_tests_of_the_kernels(tmp_path: Path) -> None:
+    options = ["-DEDGEXPERT_EMULATE_AVX512=ON", f"-DPython_EXECUTABLE={sys.executable}", "-DCMAKE_BUILD_TYPE=Release"]
+    subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path, *options], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", tmp_path], check=True, capture_output=True)
+    (extension,) = tmp_path.glob("_native*.so")
+    code = f"""
+import importlib.util, sys, pytest, edgexpert.kernels
+spec = importlib.util.spec_from_file_location("edgexpert.kernels._native", {str(extension)!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+edgexpert.kernels._native = sys.modules["edgexpert.kernels._native"] = module
+assert module.has_isa("avx512")
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/kernels/test_native.py"]))
+"""
+    result = run(code, EDGEXPERT_KERNELS="auto")
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

@@ -1,0 +1,147 @@
+"""Packed checkpoints, hosted: the numbers of the original, every technique, and trees that equal plain decoding bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from edgexpert.conversion.convert import convert
+from edgexpert.conversion.options import Options
+from edgexpert.conversion.sources.opening import open_source
+from edgexpert.engine import Engine
+from edgexpert.errors import UserError
+from edgexpert.kernels import native
+from edgexpert.kernels.modules import PackedLinear
+from edgexpert.model.host import HostedModel
+from edgexpert.model.loading import load_model
+from edgexpert.packing.reading import Pack
+from edgexpert.policy import PRESETS
+from edgexpert.speculation.draft import TreeShape
+from edgexpert.speculation.ngram import NgramDraft
+from edgexpert.stage import Stage, TokenTree
+from tests.conftest import make_model, make_tokenizer
+
+FAMILIES = ("granitemoe", "olmoe", "deepseek_v2", "qwen3_moe")
+SIZES = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=96)  # groups of 32 divide them
+LATENT = dict(kv_lora_rank=32, v_head_dim=16)
+
+
+def pack(family: str, folder: Path, bits: int = 4, group: int = 32) -> Path:
+    source = folder / "source"
+    make_model(family, **SIZES, **(LATENT if family == "deepseek_v2" else {})).bfloat16().save_pretrained(source)
+    make_tokenizer().save_pretrained(source)
+    convert(open_source(str(source)), folder / "packed", Options(bits, group))
+    return folder / "packed"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_16_bit_pack_are_those_of_the_library_on_the_same_weights(family: str, tmp_path: Path) -> None:
+    folder = pack(family, tmp_path, bits=16)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16).float().eval()
+    host = HostedModel(load_model(str(folder)).model)
+    ids = torch.arange(2, 30)
+    ours = host.run(Stage.prefill(ids), host.new_cache(40)).logits[-1]
+    with torch.no_grad():
+        theirs = reference(ids[None]).logits[0, -1]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_tree_on_packed_weights_gives_plain_decoding_bit_for_bit(family: str, bits: int, tmp_path: Path) -> None:
+    if native.path() == "torch":
+        pytest.skip("PyTorch's products depend on what else is in the call")
+    host = HostedModel(load_model(str(pack(family, tmp_path, bits))).model)
+    prompt, tokens = torch.arange(2, 20), torch.tensor([7, 30, 31, 40, 41, 50])
+    tree = TokenTree(tokens, torch.tensor([-1, 0, 0, 1, 2, 3]), torch.zeros(6))
+    cache = host.new_cache(40)
+    host.run(Stage.prefill(prompt), cache)
+    together = host.run(Stage.verify(tree, cache.length), cache).logits
+    for path in ([0, 1, 3, 5], [0, 2, 4]):
+        plain = host.new_cache(40)
+        host.run(Stage.prefill(prompt), plain)
+        for node in path:
+            alone = host.run(Stage.verify(TokenTree.of_root(int(tokens[node])), plain.length), plain).logits[0]
+            assert torch.equal(alone, together[node]), (path, node)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_nothing(threads: int, tmp_path: Path) -> None:
+    host = HostedModel(load_model(str(pack("olmoe", tmp_path))).model)
+    before = native.get_threads()
+    results = []
+    for count in (1, threads):
+        native.set_threads(count)
+        results.append(host.run(Stage.prefill(torch.arange(2, 60)), host.new_cache(64)).logits)
+    native.set_threads(before)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", ["pruned", "coalesced", "edgexpert"])
+def test_techniques_read_what_they_plan_and_stay_near_the_library_on_the_same_plan(
+    family: str, policy: str, tmp_path: Path
+) -> None:
+    # the host itself asserts that bytes planned are bytes read
+    folder = pack(family, tmp_path, bits=16)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16).float().eval()
+    outputs = []
+    for model in (load_model(str(folder)).model, reference):
+        host = HostedModel(model, PRESETS[policy])
+        cache = host.new_cache(40)
+        stage = Stage.prefill(torch.arange(2, 20), importance=torch.ones(18))
+        host.run(stage, cache)
+        tree = TokenTree(torch.arange(3, 11), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5]), -torch.arange(8.0) / 2)
+        outputs.append(host.run(Stage.verify(tree, cache.length), cache))
+    ours, theirs = outputs
+    same = [
+        torch.equal(a.gate_up.loaded, b.gate_up.loaded)
+        for a, b in zip(ours.plans, theirs.plans, strict=True)
+        if a.gate_up is not None and b.gate_up is not None
+    ]
+    assert same and all(same)
+    torch.testing.assert_close(ours.logits[0], theirs.logits[0], atol=1e-3, rtol=1e-3)
+
+
+def test_text_is_the_same_with_and_without_a_draft(tmp_path: Path) -> None:
+    if native.path() == "torch":
+        pytest.skip("PyTorch's products depend on what else is in the call")
+    loaded = load_model(str(pack("qwen3_moe", tmp_path)))
+    texts = []
+    for draft in (None, NgramDraft()):
+        engine = Engine(HostedModel(loaded.model), loaded.tokenizer, name="tiny", draft=draft)
+        got = engine.generate("abcabcabcabc", max_new_tokens=40, ignore_eos=True, tree=TreeShape(size=8))
+        texts.append(got.token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_bytes_by_part_are_those_of_the_file(tmp_path: Path) -> None:
+    folder = pack("deepseek_v2", tmp_path)
+    host = HostedModel(load_model(str(folder)).model)
+    manifest = Pack(folder).manifest
+    records = sum(
+        extent.bytes * layer.experts
+        for layer in manifest.layers
+        for matrix in (layer.gate_up, layer.down)
+        for extent in matrix.extents.values()
+    )
+    assert host.sizes["experts"] == records == sum(b.num_experts * b.shape.expert for b in host.blocks)
+    assert isinstance(host.model.get_output_embeddings(), PackedLinear)
+    assert host.sizes["lm_head"] == 128 * 64 * 4.5 / 8
+
+
+def test_policies_that_change_weights_ask_for_the_original(tmp_path: Path) -> None:
+    loaded = load_model(str(pack("olmoe", tmp_path)))
+    engine = Engine(HostedModel(loaded.model), loaded.tokenizer, name="tiny")
+    from edgexpert.policy import policy_named
+
+    with pytest.raises(UserError, match="packed checkpoint"):
+        engine.set_policy(policy_named("edgemoe"))
+
+
+def test_an_activation_that_the_kernels_lack_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="activation"):
+        load_model(str(pack("gpt_oss", tmp_path)))

@@ -1,0 +1,33 @@
+"""`benchmarks/techniques.py`: a whole run on a tiny model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from edgexpert.errors import UserError
+from edgexpert.policy import PRESETS
+from tests.conftest import make_model, make_tokenizer
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_a_run_compares_all_policies_on_texts_that_are_long_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    techniques = importlib.import_module("techniques")
+    target, texts = tmp_path / "target", tmp_path / "texts.jsonl"
+    make_model("olmoe").save_pretrained(target)
+    make_tokenizer().save_pretrained(target)
+    texts.write_text("\n".join(json.dumps({"text": text}) for text in ("a fox met a crow", "one day it rained", "short")))
+    options = {"model": str(target), "texts": texts, "new_tokens": 4, "out": tmp_path}
+    techniques.main(**options, prompt_tokens=8)
+    found = json.loads((tmp_path / "techniques-target.json").read_text())
+    assert list(found["policies"]) == list(PRESETS)
+    assert found["about"]["texts"] == 2
+    assert all(row["tokens"] == 4 for rows in found["rows"].values() for row in rows)
+    assert (tmp_path / "techniques-target.md").is_file()
+    with pytest.raises(UserError, match="--prompt-tokens"):
+        techniques.main(**options, prompt_tokens=80)
