@@ -51,7 +51,7 @@ def test_a_synthetic_trace_stays_labelled(trace: Path) -> None:
 def test_a_trace_of_another_model_and_a_policy_that_the_device_cannot_run_are_refused(trace: Path) -> None:
     with pytest.raises(UserError, match="of another model than olmoe-1b-7b"):
         trace_case(trace, load_device("edgexpert"), model="olmoe-1b-7b")
-    with pytest.raises(UserError, match="EdgeMoE AU decodes plainly"):
+    with pytest.raises(UserError, match="the device EdgeMoE AU decodes plainly"):
         trace_case(trace, load_device("edgemoe-au"), "pruned")
     with pytest.raises(UserError, match="no unit for prompt-wise expert reuse"):
         trace_case(trace, load_device("smolpu"), "edgexpert").run()

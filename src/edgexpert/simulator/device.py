@@ -186,9 +186,9 @@ def load_device(name: str) -> Device:
     device: Device = _build(Device, _table(name), "", name)
     dram = device.dram
     if dram.trfc + dram.trcd >= dram.trefi:
-        raise UserError(f"dram.trfc of the device {name} leaves no time between refreshes; give less than dram.trefi")
+        raise UserError(f"the key dram.trfc of the device {name} leaves no time between refreshes; give less than dram.trefi")
     if dram.page_bytes % dram.burst_bytes:
-        raise UserError(f"dram.page_bytes of the device {name} must be a multiple of dram.burst_bytes")
+        raise UserError(f"the key dram.page_bytes of the device {name} must be a multiple of dram.burst_bytes")
     return device
 
 
@@ -233,21 +233,21 @@ def _build(cls: Any, table: Mapping[str, Any], where: str, file: str) -> Any:
 def _value(hint: Any, value: Any, key: str, file: str) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, list) or not value:
-            raise UserError(f"{key} of the device {file} must be a list of tables, each under [[{key}]]")
+            raise UserError(f"the key {key} of the device {file} must be a list of tables, each under [[{key}]]")
         return tuple(_value(get_args(hint)[0], item, key, file) for item in value)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            raise UserError(f"{key} of the device {file} must be one of {', '.join(get_args(hint))}, not {value!r}")
+            raise UserError(f"the key {key} of the device {file} must be one of {', '.join(get_args(hint))}, not {value!r}")
         return value
     if isinstance(hint, type) and hint not in (int, float, str, bool):
         if not isinstance(value, dict):
-            raise UserError(f"{key} of the device {file} must be a table")
+            raise UserError(f"the key {key} of the device {file} must be a table")
         return _build(hint, value, f"{key}.", file)
     wanted = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[hint]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = number and (hint is float or isinstance(value, int)) if hint in (int, float) else isinstance(value, hint)
     if not fits:
-        raise UserError(f"{key} of the device {file} must be {wanted}, not {value!r}")
+        raise UserError(f"the key {key} of the device {file} must be {wanted}, not {value!r}")
     if number and not (0 < value < float("inf") or (value == 0 and key.rpartition(".")[2] in MAY_BE_ZERO)):
-        raise UserError(f"{key} of the device {file} must be above 0, not {value}")
+        raise UserError(f"the key {key} of the device {file} must be above 0, not {value}")
     return value

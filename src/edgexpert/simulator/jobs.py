@@ -192,7 +192,8 @@ class StageJobs:
         if not self.reuse:
             return {}
         if kind == "none":
-            raise UserError(f"{self.device.name} has no unit for prompt-wise expert reuse; simulate another policy or device")
+            raise UserError(f"the device {self.device.name} has no unit for prompt-wise expert reuse; simulate another policy "
+                            "or device")
         cycles = {"threshold": partition.threshold_cycles, "sorting": partition.sorting_cycles}[kind](self.tokens)
         return {"partition": cycles, "union": union.union_cycles(self.tokens) + 2}  # each of three groups ends in its own block
 

@@ -229,9 +229,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}); give the config.json of a model") from None
+        raise UserError(f"the file {path} cannot be read as JSON ({error}); give the config.json of a model") from None
     if not isinstance(config, dict):
-        raise UserError(f"{path} does not hold a JSON object; give the config.json of a model")
+        raise UserError(f"the file {path} does not hold a JSON object; give the config.json of a model")
     return config
 
 

@@ -75,7 +75,7 @@ def _on_ray(cases: Sequence[Case], address: str) -> Iterator[RunResult]:
     try:
         import ray
     except ImportError:
-        raise UserError("Ray is not installed; install it with: pip install 'edgexpert[ray]', or use --jobs") from None
+        raise UserError("this needs Ray; install it with: pip install 'edgexpert[ray]', or use --jobs") from None
     ray.init(address=None if address == "local" else address, log_to_driver=False, include_dashboard=False)
     try:
         remote = ray.remote(Case.run)
