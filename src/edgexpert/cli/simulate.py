@@ -202,5 +202,5 @@ def show_devices(json: bool) -> None:
                      f"{d.area_mm2:.2f}" if d.area_mm2 else NOTHING, readable_bytes(d.dram.bandwidth) + "/s",
                      f"{d.memory.shared // 1024} KB", f"{d.pj_per_mac('logic') + d.pj_per_mac('sram'):.3f}")
     print_rich(rows)
-    print_line("figures are the paper's (Tables II and V), except that the baseline's power is taken from EdgeMoE's array; W is the "
-               "chip without external memory")
+    print_line("figures are the paper's (Tables II and V), except that the baseline's power is that of EdgeMoE's array; W is "
+               "the chip without external memory")

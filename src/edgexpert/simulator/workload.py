@@ -153,8 +153,8 @@ def _dense_layers(model: ModelShape, tokens: int, experts: float) -> list[Planne
 def _dense_layer(model: ModelShape, layer: int, tokens: int, experts: int) -> PlannedLayer:
     """Tokens spread evenly over the experts."""
     if not min(model.top_k, tokens * model.top_k) <= experts <= min(model.experts, tokens * model.top_k):
-        raise UserError(f"a stage of {tokens} tokens with {model.top_k} experts each cannot load {experts} distinct ones of "
-                        f"{model.experts} in a layer; give another number of experts or candidates")
+        raise UserError(f"a stage of {tokens} tokens with {model.top_k} experts each cannot load {experts} distinct ones "
+                        f"of {model.experts} in a layer; give another number of experts or candidates")
     rows = np.full(experts, tokens * model.top_k // experts)
     rows[: tokens * model.top_k % experts] += 1
     return PlannedLayer(layer, np.arange(experts), rows, depths=np.minimum(rows, 7 if tokens > 1 else 1))
