@@ -138,7 +138,11 @@ class Engine:
         elif self.draft is not None:
             self.draft.reset()
         tokens = torch.tensor(ids[cached:])
-        importance = self._importance(ids, ledger)[cached:] if self.policy.prompt_wise_expert_reuse else None
+        importance = None
+        if self.policy.prompt_wise_expert_reuse:
+            importance = self._importance(ids, ledger)[cached:]
+        elif self.host.recorder is not None:  # for replay; the run itself did not need the encoder
+            importance = self._importance(ids, Ledger())[cached:]
         stage = Stage.prefill(tokens, cached, importance)
         output = self._stage(stage, run)
         if self.host.recorder is not None:
@@ -181,14 +185,19 @@ class Engine:
             with run.ledger.reading(phase, "draft", self.draft):
                 self.draft.observe(tokens, features)
 
-    def commit(self, run: Run, tree: TokenTree, path: Sequence[int], output: StageOutput, next_token: int) -> list[int]:
+    def commit(self, run: Run, stage: Stage, path: Sequence[int], output: StageOutput, next_token: int) -> list[int]:
         """Keeps an accepted path (nodes, the root first) and makes ``next_token`` the new root. Returns the new tokens."""
+        tree = stage.tree
+        assert tree is not None
         prefix = len(run.committed) - 1
         run.cache.keep(prefix, path)
         nodes = torch.tensor(path)
         self._observe(run, "decode", tree.tokens[nodes], None if output.features is None else output.features[nodes])
         new = [*tree.tokens[nodes[1:]].tolist(), next_token]
         run.committed += new
+        if self.host.recorder is not None:
+            reads = self.draft is not None and self.draft.bytes_read > 0
+            self.host.recorder.stage(stage, path, len(new), int(tree.depth.max()) if reads else 0)  # a pass for each level
         return new
 
     def decode_stage(self, run: Run, shape: TreeShape, sampler: Sampler) -> list[int]:
@@ -197,10 +206,7 @@ class Engine:
         stage = Stage.verify(tree, run.cache.length)
         output = self._stage(stage, run)
         path, next_token = accept(tree, output.logits, sampler, run.committed)
-        new = self.commit(run, tree, path, output, next_token)
-        if self.host.recorder is not None:
-            reads = self.draft is not None and self.draft.bytes_read > 0
-            self.host.recorder.stage(stage, path, len(new), int(tree.depth.max()) if reads else 0)  # one pass a level
+        new = self.commit(run, stage, path, output, next_token)
         run.speculation.record(tree.candidates, len(path) - 1, len(new))
         return new
 
@@ -229,11 +235,12 @@ class Engine:
             ahead = truth[len(log_probs) : len(log_probs) + shape.depth + 1]
             drafted = self.propose(run, shape)
             forced, path = drafted.with_path(ahead[:-1])
-            output = self._stage(Stage.verify(forced, run.cache.length), run)
+            stage = Stage.verify(forced, run.cache.length)
+            output = self._stage(stage, run)
             scores = output.logits[torch.tensor(path)].log_softmax(-1)  # [path, V]
             log_probs += [float(scores[i, token]) for i, token in enumerate(ahead)]
             found = next((i for i, node in enumerate(path) if node >= len(drafted)), len(path)) - 1
-            self.commit(run, forced, path, output, ahead[-1])
+            self.commit(run, stage, path, output, ahead[-1])
             run.speculation.record(drafted.candidates, found, found + 1)
         return Score(log_probs, run.speculation, run.ledger, self.policy.to_json())
 

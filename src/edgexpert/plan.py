@@ -7,9 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Count = TypeVar("Count", float, NDArray[np.float64])
+"""One number, or one for each of many experts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +129,21 @@ class WeightFormat:
     scale: float = 0.0
     padding: int = 1
 
+    def read(
+        self, outputs: int, channels: Count, groups: Count, value_share: Count | float = 1.0, index_bits: float = 0.0
+    ) -> Count:
+        """Bytes of ``channels`` input channels of a matrix that touch ``groups`` rows of scales.
+
+        Args:
+            value_share, index_bits: as in `Storage`.
+        """
+        outputs = -(-outputs // self.padding) * self.padding
+        return outputs * (channels * (self.value * value_share + index_bits / 8) + groups * self.scale)
+
+    def groups(self, channels: int) -> int:
+        """Rows of scales of a whole matrix."""
+        return channels // self.group if self.group else 0
+
 
 @dataclass(frozen=True, eq=False)
 class Storage:
@@ -161,27 +182,22 @@ class ExpertShape:
 
     def stored(self, storage: Storage, experts: Tensor) -> float:
         """Bytes of whole experts, int64 [n], that are stored otherwise."""
-        weights = self.hidden * (self.gate_up_outputs + self.intermediate)
-        usual = weights * self.format.value
-        rest = self.expert - usual + weights * storage.index_bits / 8  # scales and index
-        return usual * float(storage.value[experts.cpu()].sum()) + len(experts) * rest
+        return sum(
+            self._whole(self.hidden, self.gate_up_outputs, share, storage.index_bits)
+            + self._whole(self.intermediate, self.hidden, share, storage.index_bits)
+            for share in storage.value[experts.cpu()].tolist()
+        )
 
-    def _whole(self, channels: int, outputs: int) -> float:
-        groups = channels // self.format.group if self.format.group else 0
-        return self._row(outputs) * (channels * self.format.value + groups * self.format.scale)
-
-    def _row(self, outputs: int) -> int:
-        return -(-outputs // self.format.padding) * self.format.padding
+    def _whole(self, channels: int, outputs: int, value_share: float = 1.0, index_bits: float = 0.0) -> float:
+        return self.format.read(outputs, channels, self.format.groups(channels), value_share, index_bits)
 
     def _selected(self, selection: ChannelSelection | None, experts: int, channels: int, outputs: int) -> float:
         if selection is None:
             return experts * self._whole(channels, outputs)
-        outputs = self._row(outputs)
-        loaded = outputs * self.format.value * int(selection.loaded.sum())
+        groups = 0
         if self.format.group:  # a row of scales is read if any channel of its group is
-            groups = selection.loaded.view(len(selection.loaded), -1, self.format.group).any(2)
-            loaded += outputs * self.format.scale * int(groups.sum())
-        return loaded
+            groups = int(selection.loaded.view(len(selection.loaded), -1, self.format.group).any(2).sum())
+        return self.format.read(outputs, int(selection.loaded.sum()), groups)
 
 
 @dataclass(frozen=True, eq=False)

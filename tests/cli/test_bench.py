@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from edgexpert.cli import plot
-from edgexpert.cli.bench import read_prompts
+from edgexpert.cli.prompts import read_prompts
 from edgexpert.errors import UserError
 from tests.cli.conftest import Run
 
@@ -47,7 +47,7 @@ def test_json_and_chart(run: Run, tiny_checkpoint: Path, prompts: Path, tmp_path
 
 @pytest.mark.parametrize(("text", "part"), [
     ("\n \n", "is empty"),
-    ('a fox\n{"text": "x"}', "line 2"),
+    ('a fox\n{"words": "x"}', "line 2"),
     ('{"prompt": ', "line 1"),
 ])
 def test_a_bad_prompts_file_is_named(tmp_path: Path, text: str, part: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.progress import Progress
 
 from edgexpert.cli.options import Json, Options, shared_options
 from edgexpert.cli.plot import draw_comparison, require_matplotlib
+from edgexpert.cli.prompts import read_prompts
 from edgexpert.cli.show import NOTHING, print_json, print_line, print_rich, readable_bytes, readable_number, table
 from edgexpert.errors import UserError
 
@@ -82,8 +82,8 @@ def bench(
     ] = "exact,pruned,reuse,coalesced,edgexpert",
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help='One prompt a line, or JSON lines with "prompt". [default: four story openings]',
-                     show_default=False),
+        typer.Option(metavar="FILE", help='One prompt a line, or JSON lines with "prompt" or "text". '
+                                          "[default: four story openings]", show_default=False),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw a bar chart into this .png, .svg or .pdf.", show_default=False)
@@ -146,29 +146,3 @@ def print_comparison(measured: Sequence[Measured]) -> None:
     count = len(measured[0].generations)
     print_line(f"prefill, decode and total are expert bytes per output token, over {count} prompt{'s' * (count != 1)}; "
                f"saved is against {measured[0].policy}")
-
-
-def read_prompts(file: Path) -> list[str]:
-    """Prompts of a file: one a line, or where a line is a JSON object, its ``prompt``."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"the prompts file {file} cannot be read ({error.strerror}); give a text file") from None
-    except UnicodeError:
-        raise UserError(f"the prompts file {file} is not UTF-8 text; convert it first") from None
-    prompts = [_prompt_of(line, number, file) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
-        raise UserError(f"the prompts file {file} is empty; give one prompt a line")
-    return prompts
-
-
-def _prompt_of(line: str, number: int, file: Path) -> str:
-    if not line.lstrip().startswith("{"):
-        return line
-    try:
-        prompt = jsonlib.loads(line)["prompt"]
-    except (ValueError, KeyError):
-        prompt = None
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise UserError(f'line {number} of {file} is not a JSON object with a text in "prompt"; correct or remove it')
-    return prompt

@@ -75,9 +75,9 @@ def describe(name: str, loaded: LoadedModel, host: HostedModel, draft: str) -> d
 
 
 def _policies() -> list[str]:
-    from edgexpert.policy import PRESETS
+    from edgexpert.policy import PRESETS, RIVALS
 
-    return list(PRESETS)
+    return [*PRESETS, *RIVALS]
 
 
 def _try_draft(name: str, loaded: LoadedModel) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from edgexpert.cli import bench, chat, convert, generate, info, train
+from edgexpert.cli import bench, chat, convert, generate, info, simulate, trace, train
 from edgexpert.cli.show import sentence
 from edgexpert.errors import UserError
 
@@ -49,6 +49,8 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(info.info)
+app.command()(trace.trace)
+app.command()(simulate.simulate)
 app.command()(convert.convert)
 app.add_typer(train.app, name="train")
 

@@ -46,7 +46,9 @@ class Options:
                                           "[default: the bundled MiniLM]", show_default=False),
     ] = None
 
-    policy: Annotated[str, typer.Option(metavar="NAME", help="exact, pruned, reuse, coalesced or edgexpert.")] = "exact"
+    policy: Annotated[
+        str, typer.Option(metavar="NAME", help="exact, pruned, reuse, coalesced, edgexpert, moe-pruner or edgemoe.")
+    ] = "exact"
     coarse_pruning: Annotated[bool | None, _setting("Skip experts that only unlikely candidates want.")] = None
     fine_pruning: Annotated[bool | None, _setting("Skip channels that matter little to a token.")] = None
     prompt_wise_expert_reuse: Annotated[bool | None, _setting("Unimportant prompt tokens reuse loaded experts.")] = None

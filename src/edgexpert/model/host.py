@@ -241,7 +241,6 @@ class HostedModel:
             return self._library(block, x, *args, **kwargs)
         routing = running.routings[block.layer]
         received = running.received.get(block.layer)
-
         down_seen: list[Tensor] = []
 
         def select(activations: Tensor) -> ChannelSelection | None:
@@ -255,14 +254,13 @@ class HostedModel:
         if block.packed is None and gate_up is None and not routing.has_gaps:
             # one product on the same data as the library's where nothing is skipped
             plan = LayerPlan(block.layer, routing, storage=self.storage.get(block.layer))
-            read = plan.bytes(block.shape)
             out = self._library(block, x, *args, **kwargs)
         else:
             out, down, read = run_experts(x, routing, block.weights(), gate_up, select_down if gate_up else None)
             plan = LayerPlan(block.layer, routing, gate_up, down, self.storage.get(block.layer))
             assert plan.storage is not None or abs(plan.bytes(block.shape) - read) < 1, "bytes planned are the bytes read"
         running.plans[block.layer] = plan
-        running.expert_bytes += read
+        running.expert_bytes += plan.bytes(block.shape)
         if self.recorder is not None:
             (stage,) = running.stages
             self.recorder.layer(LayerRecord(

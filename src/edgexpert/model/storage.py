@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from edgexpert.kernels.experts import ExpertWeights
 from edgexpert.ledger import Ledger
 from edgexpert.model.blocks import MoeBlock
 from edgexpert.model.recorder import LayerRecord
@@ -60,9 +61,7 @@ def measure_experts(host: HostedModel, texts: Sequence[Sequence[int]]) -> Expert
     finally:
         host.ledger, host.recorder = ledger, recorder
         host.set_policy(policy)
-    return ExpertStatistics(
-        ExpertUse(sums.tokens, sums.weight), [s.sqrt() for s in sums.gate_up], [s.sqrt() for s in sums.down]
-    )
+    return ExpertStatistics(sums.use, [s.sqrt() for s in sums.gate_up], [s.sqrt() for s in sums.down])
 
 
 class _Sums:
@@ -70,15 +69,14 @@ class _Sums:
 
     def __init__(self, sizes: Sequence[tuple[int, int, int]], layers: Sequence[int]) -> None:
         self._index = {layer: i for i, layer in enumerate(layers)}
-        self.tokens, self.weight = torch.zeros(2, len(sizes), sizes[0][0], dtype=torch.float64)
+        self.use = ExpertUse(*torch.zeros(2, len(sizes), sizes[0][0], dtype=torch.float64))
         self.gate_up = [torch.zeros(experts, hidden) for experts, hidden, _ in sizes]
         self.down = [torch.zeros(experts, intermediate) for experts, _, intermediate in sizes]
 
     def layer(self, record: LayerRecord) -> None:
         routing, i = record.plan.routing, self._index[record.plan.layer]
         expert, weight = routing.pair_expert.cpu(), routing.pair_weight.float().cpu()
-        self.tokens[i].index_add_(0, expert, torch.ones_like(weight, dtype=torch.float64))
-        self.weight[i].index_add_(0, expert, weight.double())
+        self.use.add(i, routing)
         for total, inputs in ((self.gate_up[i], record.inputs[routing.pairs[0]]), (self.down[i], record.down_inputs())):
             total.index_add_(0, expert, (weight[:, None] * inputs.float().cpu()) ** 2)
 
@@ -95,6 +93,7 @@ def store_experts(blocks: Sequence[MoeBlock], policy: Policy, statistics: Expert
     for block, storage, *norms in zip(blocks, storages, statistics.gate_up_norm, statistics.down_norm, strict=True):
         block.lend_copies()
         weights = block.weights()
+        assert isinstance(weights, ExpertWeights), "packed weights stay as they are"
         for matrix, norm in zip((weights.gate_up, weights.down), norms, strict=True):
             for expert in range(len(matrix)):
                 weight = matrix[expert]  # [C, out], a view that is written in place

@@ -153,7 +153,7 @@ class Policy:
         """How the experts of each MoE layer are kept, after ``use`` was measured; None for as they are hosted."""
         if self.weight_sparsity:
             return [Storage(torch.full((len(row),), 1 - self.weight_sparsity, dtype=torch.float64), BITMAP_BITS)
-                    for row in use.tokens]
+                    for row in use.weight]
         if self.low_bit_saving:
             return [Storage(1 - low.double() * (1 - LOW_BITS / HIGH_BITS)) for low in low_bit_experts(use, self.low_bit_saving)]
         return None
@@ -197,7 +197,7 @@ class Policy:
                 f"static weight pruning: {self.weight_sparsity} of each expert's weights are zero, by |weight| x norm of the "
                 "router-weighted inputs on sample text; the others are loaded with a bitmap",
             "low_bit_saving":
-                f"mixed precision: the least used experts keep {LOW_BITS} bits and the others {HIGH_BITS}, to save "
+                f"mixed precision: the least important experts keep {LOW_BITS} bits and the others {HIGH_BITS}, to save "
                 f"{self.low_bit_saving} of the value bytes on sample text",
         }
         return [line for switch, line in lines.items() if getattr(self, switch)]

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from edgexpert.plan import Routing
+
 LOW_BITS, HIGH_BITS = 2, 4
 GROUP = 32  # input channels that share a scale and a zero point
 BITMAP_BITS = 1.0  # unstructured zeros need an index: one bit says whether a weight is there
@@ -21,12 +23,17 @@ class ExpertUse:
     """How much each expert was used in the MoE layers of a run.
 
     Attributes:
-        tokens: tokens routed to it, float64 [L, E].
-        weight: sum of their routing weights, float64 [L, E].
+        loads: stages that loaded it, float64 [L, E].
+        weight: sum of the routing weights of its tokens, float64 [L, E].
     """
 
-    tokens: Tensor
+    loads: Tensor
     weight: Tensor
+
+    def add(self, row: int, routing: Routing) -> None:
+        """Counts one stage of the layer in ``row``."""
+        self.loads[row, routing.loaded.cpu()] += 1
+        self.weight[row].index_add_(0, routing.pair_expert.cpu(), routing.pair_weight.double().cpu())
 
 
 def kept_weights(weight: Tensor, input_norm: Tensor, sparsity: float) -> Tensor:
@@ -41,8 +48,9 @@ def kept_weights(weight: Tensor, input_norm: Tensor, sparsity: float) -> Tensor:
         bool [C, out].
     """
     score = weight.float().abs() * input_norm.float().clamp(min=1e-20)[:, None]  # an expert nobody used: by |W| alone
-    gone = score.topk(round(sparsity * len(weight)), dim=0, largest=False).indices
-    return torch.ones_like(weight, dtype=torch.bool).scatter_(0, gone, False)
+    gone = score.t().contiguous().topk(round(sparsity * len(weight)), largest=False, sorted=False).indices  # [out, gone]
+    mask: Tensor = torch.ones_like(weight, dtype=torch.bool).scatter_(0, gone.t(), False)
+    return mask
 
 
 def fake_quantised(weight: Tensor, bits: int) -> Tensor:
@@ -54,21 +62,22 @@ def fake_quantised(weight: Tensor, bits: int) -> Tensor:
     grouped = weight.float().view(-1, group, weight.shape[1])  # [C / group, group, out]
     low = grouped.amin(1, keepdim=True)
     step = (grouped.amax(1, keepdim=True) - low).clamp(min=1e-12) / (2**bits - 1)
-    return (((grouped - low) / step).round() * step + low).view_as(weight).to(weight.dtype)
+    rounded: Tensor = ((grouped - low) / step).round() * step + low
+    return rounded.view_as(weight).to(weight.dtype)
 
 
 def low_bit_experts(use: ExpertUse, saving: float) -> Tensor:
     """EdgeMoE's choice over all layers: the least important experts, until ``saving`` of the value bytes are saved.
 
     EdgeMoE measures importance as the loss of accuracy when an expert is quantised; here it is the expert's summed routing
-    weight, which needs one pass over the sample text instead of one for each expert. Bytes are those of plain decoding of
-    that text, where an expert is loaded for every token that is routed to it.
+    weight, which needs one pass over the sample text instead of one for each expert. Bytes are those that the stages of this
+    pass load.
 
     Returns:
         bool [L, E].
     """
     order = use.weight.flatten().argsort(stable=True)
-    saved = use.tokens.flatten()[order].cumsum(0) * (1 - LOW_BITS / HIGH_BITS) / use.tokens.sum()
+    saved = use.loads.flatten()[order].cumsum(0) * (1 - LOW_BITS / HIGH_BITS) / use.loads.sum()
     low = torch.zeros(len(order), dtype=torch.bool)
     low[order[: int((saved < saving).sum()) + 1]] = True
-    return low.view_as(use.tokens)
+    return low.view_as(use.weight)

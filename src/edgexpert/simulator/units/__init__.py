@@ -1,0 +1,1 @@
+"""Units of the top controller and what the paper compares them with: behaviour and cycles, bit for bit as the policies."""

@@ -1,0 +1,102 @@
+"""The layout of a trace: one Parquet table, described column by column in docs/trace.md.
+
+A row without ``layer`` is a stage; the rows of its MoE layers follow it. Lists are flattened row-major.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from edgexpert.errors import UserError
+
+VERSION = 1
+KEY = b"edgexpert.trace"
+
+Channels = Literal["full", "sampled", "none"]
+
+_INTS, _FLOATS = pa.list_(pa.int32()), pa.list_(pa.float32())
+
+SCHEMA = pa.schema([
+    ("stage", pa.int32()),
+    ("layer", pa.int32()),
+    # of a stage
+    ("text", pa.int32()),
+    ("kind", pa.string()),
+    ("prefix", pa.int32()),
+    ("tokens", _INTS),
+    ("parents", _INTS),
+    ("depth", _INTS),
+    ("path_log_prob", _FLOATS),
+    ("accepted", _INTS),
+    ("emitted", pa.int32()),
+    ("draft_steps", pa.int32()),
+    ("importance", _FLOATS),
+    # of a layer
+    ("experts", _INTS),
+    ("weights", _FLOATS),
+    ("choice", _FLOATS),
+    ("gate", _FLOATS),
+    ("input", _FLOATS),
+    ("ran", _INTS),
+    ("down_input", _FLOATS),
+])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What holds for a whole trace; the JSON object in the file's metadata.
+
+    Attributes:
+        layers: indices of the MoE layers.
+        hidden, intermediate, gate_up_outputs: sizes of one expert, as in `ExpertShape`.
+        normalise, scale: of each MoE layer's router, as in `Scores`.
+        weights_dtype: what the model rounds routing weights to.
+        calibrated: the checkpoint's own hyperparameters, if it has any.
+        policy: what the run was recorded under, hyperparameters included.
+        value_share, index_bits: how that policy stored the experts of each layer, as in `Storage`; None for as hosted.
+        channels: which verify stages hold channel inputs; those of a synthetic trace follow from its seed.
+        synthetic: whether the numbers are drawn at random instead of measured.
+        seed: of the sampled stages, or of the synthesis.
+    """
+
+    model: str
+    model_type: str
+    num_experts: int
+    top_k: int
+    layers: list[int]
+    hidden: int
+    intermediate: int
+    gate_up_outputs: int
+    normalise: list[bool]
+    scale: list[float]
+    draft: str
+    policy: dict[str, Any]
+    channels: Channels
+    synthetic: bool
+    seed: int = 0
+    weights_dtype: str = "float32"
+    calibrated: dict[str, Any] | None = None
+    value_share: list[list[float]] | None = None
+    index_bits: float = 0.0
+
+    def to_metadata(self) -> dict[bytes, bytes]:
+        return {KEY: json.dumps({"version": VERSION, **asdict(self)}).encode()}
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[bytes, bytes] | None, file: Path) -> Facts:
+        """Raises UserError where ``file`` is no trace, or one of another version."""
+        if not metadata or KEY not in metadata:
+            raise UserError(f"the Parquet file {file} is no trace; make one with edgexpert trace")
+        values = json.loads(metadata[KEY])
+        version = values.pop("version", None)
+        if version != VERSION:
+            raise UserError(f"the trace {file} has schema version {version}, but this edgexpert reads version {VERSION}; "
+                            "record it again")
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})

@@ -1,0 +1,69 @@
+"""`edgexpert simulate`: devices, synthetic workloads, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+DENSE = ("--dense", "granite-1b-a400m", "--stages", "1", "--prompt", "8", "--experts", "20")
+
+
+def test_devices_are_listed_with_their_main_figures(run: Run) -> None:
+    listed = json.loads(run("simulate", "--devices", "--json").stdout)["devices"]
+    chip = next(device for device in listed if device["name"] == "edgexpert")
+    assert round(chip["tops"], 1) == 13.1 and round(chip["power_w"], 2) == 1.52 and round(chip["area_mm2"], 1) == 9.3
+    table = run("simulate", "--devices").stdout
+    assert all(device["name"] in table for device in listed)
+
+
+def test_a_dense_workload_on_several_devices(run: Run) -> None:
+    result = run("simulate", *DENSE, "--device", "edgexpert", "--device", "edgemoe-au", "--json")
+    speculative, plain = json.loads(result.stdout)["runs"]
+    assert (speculative["acceptance_length"], plain["acceptance_length"]) == (4, 1)
+    assert speculative["synthetic"] and speculative["decode"]["experts_per_layer"] == 20
+    assert plain["decode"]["experts_per_layer"] == 8
+    assert plain["decode"]["energy"]["draft"] == {"dram": 0, "sram": 0, "logic": 0}
+    table = run("simulate", *DENSE, "--device", "edgemoe-au").stdout
+    assert "EdgeMoE AU" in table and "synthetic workload: dense" in table
+
+
+def test_a_timeline_is_a_trace_that_perfetto_reads(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "timeline.json"
+    assert run("simulate", *DENSE, "--timeline", file).exit_code == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"DRAM", "NOC", "PE", "SIMD", "PRU", "DCU"}
+    by_resource: dict[int, float] = {}
+    for event in (event for event in events if event["ph"] == "X"):
+        assert event["ts"] >= by_resource.get(event["tid"], 0) - 1e-6  # a resource does one thing at a time
+        assert event["dur"] >= event["args"]["busy_us"] - 1e-6
+        by_resource[event["tid"]] = event["ts"] + event["dur"]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_of_ones_own_is_a_device(run: Run, tmp_path: Path) -> None:
+    device = tmp_path / "half.toml"
+    device.write_text('base = "edgexpert"\nname = "Half"\n[dram]\nbandwidth = 8e9\n')
+    runs = json.loads(run("simulate", *DENSE, "--device", "edgexpert", "--device", device, "--json").stdout)["runs"]
+    assert runs[1]["device"] == "Half" and runs[1]["tpot_s"] > 1.9 * runs[0]["tpot_s"]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((), "nothing to simulate"),
+    (("--dense", "gpt"), "there is no model 'gpt'"),
+    ((*DENSE, "--device", "gpu"), "there is no device 'gpu'"),
+    ((*DENSE, "--policy", "pruned"), "give --policy with --trace alone"),
+    ((*DENSE, "--device", "edgexpert", "--device", "smolpu", "--timeline", "t.json"), "a timeline is of one run"),
+    (("--dense", "granite-1b-a400m", "--experts", "33"), "cannot load 33 distinct ones of 32"),
+    ((*DENSE, "--out", "nowhere/results.parquet"), "there is no folder nowhere"),
+    (("--trace", "nowhere.parquet"), "there is no trace"),
+])
+def test_what_cannot_be_simulated_is_refused_with_one_sentence(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = run("simulate", *arguments)
+    assert result.exit_code == 2
+    assert message.lower() in result.stderr.replace("\n", " ").lower()
+    assert "Traceback" not in result.output
