@@ -93,10 +93,8 @@ class MoeBlock:
             getattr(self.experts, name).data = weight
         self.hosted.clear()
 
-    def weights(self) -> ExpertWeights | PackedExpertWeights:
-        """The experts' weights, channel-major."""
-        if self.packed is not None:
-            return self.packed
+    def weights(self) -> ExpertWeights:
+        """The module's own weights as channel-major views."""
         gate_up, down = getattr(self.experts, self.gate_up_name), self.experts.down_proj
         if not self.experts.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)

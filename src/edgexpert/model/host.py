@@ -256,7 +256,7 @@ class HostedModel:
             plan = LayerPlan(block.layer, routing, storage=self.storage.get(block.layer))
             out = self._library(block, x, *args, **kwargs)
         else:
-            out, down, read = run_experts(x, routing, block.weights(), gate_up, select_down if gate_up else None)
+            out, down, read = run_experts(x, routing, block.packed or block.weights(), gate_up, select_down if gate_up else None)
             plan = LayerPlan(block.layer, routing, gate_up, down, self.storage.get(block.layer))
             assert plan.storage is not None or abs(plan.bytes(block.shape) - read) < 1, "bytes planned are the bytes read"
         running.plans[block.layer] = plan
@@ -265,7 +265,7 @@ class HostedModel:
             (stage,) = running.stages
             self.recorder.layer(LayerRecord(
                 stage, plan, running.exact[block.layer], running.scores.get(block.layer), x,
-                lambda: down_seen[0] if down_seen else down_inputs(x, routing, block.weights()),
+                lambda: down_seen[0] if down_seen else down_inputs(x, routing, block.packed or block.weights()),
             ))
         return out
 

@@ -1,7 +1,7 @@
 """The attention half of a decoder layer in one native call, for layers whose form is known.
 
-A layer is known if it computes what the native one does, which is tried on random inputs when a packed checkpoint is loaded; other
-layers run as the library has them, on packed linear layers all the same.
+A layer is known if it computes what the native one does, which is tried on random inputs when a packed checkpoint is loaded.
+Other layers run as the library has them, on packed linear layers all the same.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class NativeLayer:
     """Takes the place of a decoder layer's ``forward``."""
 
-    def __init__(self, layer: nn.Module, config: Any) -> None:
-        attention: Any = layer.self_attn
+    def __init__(self, layer: Any, config: Any) -> None:
+        attention = layer.self_attn
         self.library, self.index = layer.forward, int(attention.layer_idx)
         self.norm, self.mlp = layer.post_attention_layernorm, getattr(layer, "mlp", None) or layer.block_sparse_moe
         self.residual = float(getattr(layer, "residual_multiplier", 1.0))
@@ -103,6 +103,7 @@ def _same(model: PreTrainedModel, layer: Any, candidate: NativeLayer) -> bool:
     if not isinstance(rotary, tuple):
         return False
     ours, theirs = (TreeCache(len(decoder_layers(model)), 3) for _ in range(2))
-    added, *_ = layer.self_attn(hidden_states=layer.input_layernorm(x), position_embeddings=rotary, attention_mask=None, cache=theirs)
+    normed = layer.input_layernorm(x)
+    added, *_ = layer.self_attn(hidden_states=normed, position_embeddings=rotary, attention_mask=None, cache=theirs)
     expected = x + candidate.residual * added
     return torch.allclose(candidate.attend(x, None, ours, *rotary), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))

@@ -64,8 +64,9 @@ def load_pack(folder: Path) -> PreTrainedModel:
 
 def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWeights:
     module, matrices = block.experts, pack.experts(layout)
-    biases = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
-    return PackedExpertWeights(matrices["gate_up"], matrices["down"], *biases, _activation(module, layout), layout.gate)
+    gate_up_bias, down_bias = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
+    activation = _activation(module, layout)
+    return PackedExpertWeights(matrices["gate_up"], matrices["down"], gate_up_bias, down_bias, activation, layout.gate)
 
 
 def _activation(experts: Any, layout: LayerLayout) -> str:
