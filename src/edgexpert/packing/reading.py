@@ -1,4 +1,4 @@
-"""Reading a packed checkpoint: views of memory-mapped files, nothing copied."""
+"""Reading a packed checkpoint: views of its files in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
@@ -14,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from edgexpert.errors import UserError
 from edgexpert.kernels.packed import PackedExperts, PackedMatrix
 from edgexpert.packing.format import DENSE, DTYPES, EXPERTS, MANIFEST, LayerLayout, Manifest, MatrixLayout, read_manifest
+from edgexpert.packing.memory import map_file, read_file
 
 
 def is_pack(folder: Path) -> bool:
@@ -38,12 +38,13 @@ class Pack:
         return AutoConfig.from_pretrained(self.folder)
 
     @cached_property
-    def _mapped(self) -> Tensor:
+    def _bytes(self) -> Tensor:
         path = self.folder / EXPERTS
-        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+        memory = read_file(path)
+        return map_file(path) if memory is None else memory
 
     def experts(self, layer: LayerLayout) -> dict[str, PackedExperts]:
-        """``gate_up`` and ``down`` of all experts of a layer: strided views into the file, the experts a record apart."""
+        """``gate_up`` and ``down`` of all experts of a layer: strided views, the experts a record apart."""
         return {name: self._stacked(layer, getattr(layer, name)) for name in ("gate_up", "down")}
 
     def _stacked(self, layer: LayerLayout, matrix: MatrixLayout) -> PackedExperts:
@@ -52,7 +53,7 @@ class Pack:
             dtype = DTYPES[extent.dtype]
             shape, stride = (layer.experts, *extent.shape), (layer.stride // dtype.itemsize, extent.shape[1], 1)
             start = (layer.offset + extent.offset) // dtype.itemsize
-            parts[name] = self._mapped.view(dtype).as_strided(shape, stride, start)
+            parts[name] = self._bytes.view(dtype).as_strided(shape, stride, start)
         return PackedExperts(
             parts["values"], parts.get("scales"), parts.get("zeros"), matrix.channels, matrix.outputs, matrix.bits,
             matrix.group or matrix.channels,

@@ -1,0 +1,232 @@
+"""Packed checkpoints against llama.cpp Q4_0: the same shapes, random weights, the same threads, runs that take turns.
+
+    python benchmarks/llama_cpp.py --work FOLDER [--shapes granite-1b-a400m,olmoe-1b-7b] [--threads 2] [--json FILE]
+
+FOLDER holds what is made once: llama.cpp, built from the source package of llama-cpp-python, and the models (0.9 and 4 GB a program).
+Speed only: with random weights the routing is random, too, which is the worst case for caches.
+
+Ours is measured without a policy (exact); a verify stage gives the logits of all its tokens, llama.cpp's of the last alone.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from gguf import GGMLQuantizationType, GGUFWriter
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedConfig
+
+from edgexpert.conversion.convert import convert
+from edgexpert.conversion.options import Options
+from edgexpert.conversion.sources.dummy import DummySource, dummy_config
+from edgexpert.kernels import native
+from edgexpert.model.host import HostedModel
+from edgexpert.model.loading import load_model
+from edgexpert.stage import Stage, TokenTree
+
+PACKAGE = "llama-cpp-python"
+CONTEXT = 512  # tokens before a verify stage
+TARGETS = {"decode": 1.5, "prefill 64": 3.0, "prefill 512": 3.0, "verify 64": 3.0}
+
+
+def build_llama_bench(work: Path) -> Path:
+    """Downloads and builds llama.cpp once; returns its llama-bench."""
+    found = sorted(work.glob("llama_cpp_python-*/vendor/llama.cpp/build/bin/llama-bench"))
+    if found:
+        return found[-1]
+    download = ["download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", PACKAGE, "-d", str(work)]
+    subprocess.run([sys.executable, "-m", "pip", *download], check=True)
+    archive = sorted(work.glob("llama_cpp_python-*.tar.gz"))[-1]
+    with tarfile.open(archive) as file:
+        file.extractall(work, filter="data")
+    source = work / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_SERVER=OFF"]
+    subprocess.run(["cmake", "-S", source, "-B", source / "build", *options], check=True)
+    subprocess.run(["cmake", "--build", source / "build", "--target", "llama-bench", "--parallel"], check=True)
+    return source / "build" / "bin" / "llama-bench"
+
+
+def write_gguf(config: PreTrainedConfig, path: Path) -> None:
+    """A model of random Q4_0 weights in llama.cpp's naming."""
+    granite = config.model_type == "granitemoe"
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    hidden, inner, layers, vocab = config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size
+    experts = config.num_local_experts if granite else config.num_experts
+    dim = hidden // heads
+    writer = GGUFWriter(path, "granitemoe" if granite else "olmoe")
+    writer.add_context_length(4096)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(dim)
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_vocab_size(vocab)
+    if granite:
+        writer.add_logit_scale(config.logits_scaling)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+    random = np.random.Generator(np.random.SFC64(0))
+
+    def quantised(name: str, *shape: int) -> None:
+        blocks = random.integers(0, 256, (int(np.prod(shape)) // 32, 18), dtype=np.uint8)
+        blocks[:, :2] = np.frombuffer(np.float16(0.004).tobytes(), dtype=np.uint8)
+        writer.add_tensor(name, blocks.reshape(*shape[:-1], shape[-1] // 32 * 18), raw_dtype=GGMLQuantizationType.Q4_0)
+
+    def floats(name: str, *shape: int) -> None:
+        writer.add_tensor(name, random.standard_normal(shape, dtype=np.float32) * 0.02 + (len(shape) == 1))
+
+    quantised("token_embd.weight", vocab, hidden)
+    floats("output_norm.weight", hidden)
+    if not granite:
+        quantised("output.weight", vocab, hidden)
+    for layer in range(layers):
+        block = f"blk.{layer}"
+        floats(f"{block}.attn_norm.weight", hidden)
+        floats(f"{block}.ffn_norm.weight", hidden)
+        for name, outputs in (("q", heads * dim), ("k", kv_heads * dim), ("v", kv_heads * dim), ("output", hidden)):
+            quantised(f"{block}.attn_{name}.weight", outputs, hidden)
+        if not granite:
+            floats(f"{block}.attn_q_norm.weight", heads * dim)
+            floats(f"{block}.attn_k_norm.weight", kv_heads * dim)
+        floats(f"{block}.ffn_gate_inp.weight", experts, hidden)
+        quantised(f"{block}.ffn_gate_exps.weight", experts, inner, hidden)
+        quantised(f"{block}.ffn_up_exps.weight", experts, inner, hidden)
+        quantised(f"{block}.ffn_down_exps.weight", experts, hidden, inner)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def models_of(shape: str, work: Path) -> tuple[Path, Path]:
+    """A packed checkpoint and a GGUF file of random weights in one shape, made once."""
+    packed, gguf = work / shape, work / f"{shape}.gguf"
+    config = dummy_config(shape)
+    if not packed.exists():
+        convert(DummySource(config, shape), packed, Options())
+    if not gguf.exists():
+        unfinished = gguf.with_suffix(".unfinished")
+        write_gguf(config, unfinished)
+        unfinished.rename(gguf)
+    return packed, gguf
+
+
+class Ours:
+    """Milliseconds of what is compared, on a packed checkpoint."""
+
+    def __init__(self, packed: Path, decode_tokens: int) -> None:
+        self.host = HostedModel(load_model(str(packed)).model)
+        self.decode_tokens = decode_tokens
+        self.random = torch.Generator().manual_seed(0)
+
+    def _tokens(self, count: int) -> torch.Tensor:
+        return torch.randint(0, self.host.config.vocab_size, (count,), generator=self.random)
+
+    def decode(self) -> float:
+        cache = self.host.new_cache(self.decode_tokens + 1)
+        self.host.run(Stage.prefill(self._tokens(1)), cache)
+        tokens, start = self._tokens(self.decode_tokens).tolist(), time.perf_counter()
+        for token in tokens:
+            self.host.run(Stage.verify(TokenTree.of_root(token), cache.length), cache)
+        return (time.perf_counter() - start) / self.decode_tokens * 1e3
+
+    def prefill(self, count: int) -> float:
+        tokens, cache, start = self._tokens(count), self.host.new_cache(count), time.perf_counter()
+        self.host.run(Stage.prefill(tokens), cache)
+        return (time.perf_counter() - start) * 1e3
+
+    def verify(self, count: int) -> float:
+        """A tree of ``count`` tokens: every node but the root has a random earlier parent."""
+        cache = self.host.new_cache(CONTEXT + count)
+        self.host.run(Stage.prefill(self._tokens(CONTEXT)), cache)
+        parents = [-1, *(int(torch.randint(0, node, (1,), generator=self.random)) for node in range(1, count))]
+        tree = TokenTree(self._tokens(count), torch.tensor(parents), torch.zeros(count))
+        start = time.perf_counter()
+        self.host.run(Stage.verify(tree, CONTEXT), cache)
+        return (time.perf_counter() - start) * 1e3
+
+
+class Theirs:
+    """The same of llama.cpp, by llama-bench."""
+
+    def __init__(self, bench: Path, gguf: Path, threads: int, decode_tokens: int) -> None:
+        self.command = [str(bench), "-m", str(gguf), "-t", str(threads), "-r", "1", "-o", "json"]
+        self.decode_tokens = decode_tokens
+
+    def _run(self, *options: str) -> dict[str, Any]:
+        result = subprocess.run([*self.command, *options], check=True, capture_output=True, text=True)
+        row: dict[str, Any] = json.loads(result.stdout)[-1]
+        return row
+
+    def decode(self) -> float:
+        return 1e3 / self._run("-p", "0", "-n", str(self.decode_tokens))["avg_ts"]
+
+    def prefill(self, count: int) -> float:
+        return count * 1e3 / self._run("-p", str(count), "-n", "0")["avg_ts"]
+
+    def verify(self, count: int) -> float:
+        return count * 1e3 / self._run("-p", str(count), "-n", "0", "-d", str(CONTEXT))["avg_ts"]
+
+
+def main(
+    work: Annotated[Path, typer.Option(metavar="FOLDER", help="Where llama.cpp and the models are made once.")],
+    shapes: str = "granite-1b-a400m,olmoe-1b-7b",
+    threads: int = 2,
+    repetitions: int = 5,
+    decode_tokens: int = 64,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write figures and machine here.")] = None,
+) -> None:
+    """Compare packed checkpoints with llama.cpp."""
+    work.mkdir(parents=True, exist_ok=True)
+    bench = build_llama_bench(work)
+    native.set_threads(threads)
+    torch.set_num_threads(threads)
+    rows = []
+    for shape in shapes.split(","):
+        packed, gguf = models_of(shape, work)
+        ours, theirs = Ours(packed, decode_tokens), Theirs(bench, gguf, threads, decode_tokens)
+        measures: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
+            "decode": (ours.decode, theirs.decode),
+            "prefill 64": (lambda o=ours: o.prefill(64), lambda t=theirs: t.prefill(64)),
+            "prefill 512": (lambda o=ours: o.prefill(512), lambda t=theirs: t.prefill(512)),
+            "verify 64": (lambda o=ours: o.verify(64), lambda t=theirs: t.verify(64)),
+        }
+        for name, pair in measures.items():
+            pair[0]()  # warm
+            times = [(pair[0](), pair[1]()) for _ in range(repetitions)]
+            mine, peer = (statistics.median(column) for column in zip(*times, strict=True))
+            rows.append({"shape": shape, "measure": name, "ours_ms": mine, "llama_cpp_ms": peer, "ratio": peer / mine,
+                         "target": TARGETS[name], "runs": times})
+        del ours
+    table = Table("shape", "measure", "ours", "llama.cpp Q4_0", "ratio", "target")
+    for row in rows:
+        table.add_row(row["shape"], row["measure"], f"{row['ours_ms']:.1f} ms", f"{row['llama_cpp_ms']:.1f} ms",
+                      f"{row['ratio']:.2f}", f">= {row['target']}")
+    Console().print(table)
+    if json_file is not None:
+        machine = {"processor": platform.processor() or platform.machine(), "kernels": native.path(), "threads": threads,
+                   "peer": bench.parents[4].name, "weights": "random"}
+        json_file.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
