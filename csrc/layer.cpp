@@ -1,9 +1,12 @@
 #include "layer.h"
 
 #include <algorithm>
+#include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "dense.h"
+#include "select.h"
 
 namespace edgexpert {
 namespace {
@@ -63,6 +66,48 @@ void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t t
   attention({query.data(), keys, values, dim, query_width, capacity * dim, dim, capacity * dim, dim, mask, attended.data(),
              layer.heads, layer.kv_heads, tokens, length + tokens, dim, dim, layer.scale});
   linear(layer.output, attended.data(), tokens, layer.output_bias, out);
+  for (std::int64_t i = 0; i < tokens * hidden; ++i) out[i] = x[i] + out[i] * layer.residual;
+}
+
+void expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* chosen, float* weights) {
+  const std::int64_t hidden = layer.gate_up.channels, count = layer.gate_up.count, k = layer.top_k, pairs = tokens * k;
+  thread_local std::vector<float> normed, logits, by_expert;
+  thread_local std::vector<std::int64_t> ranking, token, ids, offsets, tokens_by_expert, order;
+  normed.resize(tokens * hidden);
+  logits.resize(tokens * count);
+  rms_norm(x, layer.norm, normed.data(), tokens, hidden, layer.eps);
+  float_linear(normed.data(), layer.router, logits.data(), tokens, hidden, count);
+
+  ranking.resize(count);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    const float* row = logits.data() + t * count;
+    std::iota(ranking.begin(), ranking.end(), 0);
+    std::partial_sort(ranking.begin(), ranking.begin() + k, ranking.end(),
+                      [&](std::int64_t a, std::int64_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); });
+    const float top = row[ranking[0]];
+    float all = 0, sum = 0;
+    for (std::int64_t e = 0; e < count; ++e) all += std::exp(row[e] - top);
+    for (std::int64_t i = 0; i < k; ++i) {
+      const float logit = row[ranking[i]];
+      chosen[t * k + i] = ranking[i];
+      weights[t * k + i] = layer.sigmoid ? 1.0f / (1.0f + std::exp(-logit)) : std::exp(logit - top) / all;
+      sum += weights[t * k + i];
+    }
+    for (std::int64_t i = 0; i < k; ++i) weights[t * k + i] *= layer.normalise ? layer.router_scale / sum : layer.router_scale;
+  }
+
+  token.resize(pairs);
+  for (std::int64_t i = 0; i < pairs; ++i) token[i] = i / k;
+  ids.resize(count);
+  offsets.resize(count + 1);
+  tokens_by_expert.resize(pairs);
+  order.resize(pairs);
+  by_expert.resize(pairs);
+  const std::int64_t loaded =
+      group(chosen, token.data(), pairs, count, ids.data(), offsets.data(), tokens_by_expert.data(), order.data());
+  for (std::int64_t i = 0; i < pairs; ++i) by_expert[i] = weights[order[i]];
+  experts(layer.gate_up, layer.down, normed.data(), tokens, {loaded, ids.data(), offsets.data(), tokens_by_expert.data()}, {},
+          layer.gate_up_bias, layer.down_bias, layer.activation, layer.gated, by_expert.data(), out);
   for (std::int64_t i = 0; i < tokens * hidden; ++i) out[i] = x[i] + out[i] * layer.residual;
 }
 

@@ -1,5 +1,5 @@
-// The attention half of a decoder layer in one call: norm, projections, rotation, cache, attention, residual. Each step is the kernel
-// of the same name; together they spare a small model's layer a dozen crossings between Python and here.
+// A decoder layer in one or two calls. Each step is the kernel of the same name; together they spare a layer some thirty crossings
+// between Python and here, which in a small model take longer than its weights.
 #pragma once
 
 #include <cstdint>
@@ -23,5 +23,21 @@ struct AttentionLayer {
 // each, behind `length` tokens. cos and sin are [tokens, dim]; mask is [tokens, length + tokens] or null for a text.
 void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin,
                      float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out);
+
+// The expert half: norm, router, experts, residual; for routers that choose by their logits alone.
+struct ExpertLayer {
+  const float *norm, *router;  // [hidden], [experts, hidden]
+  std::int64_t top_k;
+  bool sigmoid;    // weights are sigmoids of the logits, else their softmax
+  bool normalise;  // weights are divided by their sum over the chosen experts
+  float eps, router_scale, residual;
+  Weights gate_up, down;
+  const float *gate_up_bias, *down_bias;  // or null
+  Activation activation;
+  bool gated;
+};
+
+// out [tokens, hidden] = x + residual * experts(norm(x)); what was chosen goes to experts and weights, [tokens, top_k], best first.
+void expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* experts, float* weights);
 
 }  // namespace edgexpert

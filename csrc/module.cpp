@@ -69,6 +69,22 @@ NB_MODULE(_native, m) {
           },
           nb::call_guard<nb::gil_scoped_release>());
 
+  nb::class_<ExpertLayer>(m, "ExpertLayer")
+      .def("__init__",
+           [](ExpertLayer* self, Address norm, Address router, std::int64_t top_k, bool sigmoid, bool normalise, float eps,
+              float router_scale, float residual, const Weights& gate_up, const Weights& down, Address gate_up_bias,
+              Address down_bias, int activation, bool gated) {
+             new (self) ExpertLayer{at<const float>(norm), at<const float>(router), top_k, sigmoid, normalise, eps, router_scale,
+                                    residual, gate_up, down, at<const float>(gate_up_bias), at<const float>(down_bias),
+                                    static_cast<Activation>(activation), gated};
+           })
+      .def(
+          "run",
+          [](const ExpertLayer& layer, Address x, std::int64_t tokens, Address out, Address experts, Address weights) {
+            expert_layer(layer, at<const float>(x), tokens, at<float>(out), at<std::int64_t>(experts), at<float>(weights));
+          },
+          nb::call_guard<nb::gil_scoped_release>());
+
   m.def("group", [](std::int64_t pairs, std::int64_t count, Address expert, Address token, Address experts, Address offsets,
                     Address tokens, Address order) {
     return group(at<const std::int64_t>(expert), at<const std::int64_t>(token), pairs, count, at<std::int64_t>(experts),

@@ -24,7 +24,7 @@ class Pool {
  public:
   explicit Pool(int threads) : size_(threads) {
     // A spinning thread may only take a core that nobody else of us needs.
-    spin_ = threads <= static_cast<int>(std::thread::hardware_concurrency()) ? std::chrono::microseconds(100)
+    spin_ = threads <= static_cast<int>(std::thread::hardware_concurrency()) ? std::chrono::microseconds(2000)
                                                                             : std::chrono::microseconds(0);
     for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
   }

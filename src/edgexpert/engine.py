@@ -148,7 +148,7 @@ class Engine:
         if self.host.recorder is not None:
             self.host.recorder.stage(stage, (), 1, 0)
         run.exact_prefill_experts = sum(
-            len(exact.loaded) * block.shape.expert for exact, block in zip(output.exact, self.host.blocks, strict=True)
+            exact.count * block.shape.expert for exact, block in zip(output.exact, self.host.blocks, strict=True)
         )
         run.committed = list(ids)
         self._observe(run, "prefill", tokens, output.features)
@@ -162,7 +162,7 @@ class Engine:
         fused = self.draft.fused_layers if self.draft is not None else ()
         output = self.host.run(stage, run.cache, fused)
         if stage.kind == "verify":
-            run.experts_loaded += sum(len(plan.routing.loaded) for plan in output.plans)
+            run.experts_loaded += sum(plan.routing.count for plan in output.plans)
         return output
 
     def _importance(self, ids: Sequence[int], ledger: Ledger) -> Tensor:

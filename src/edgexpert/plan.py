@@ -92,10 +92,13 @@ class Routing:
         return self.weights[self.pairs] if self.has_gaps else self.weights.flatten()
 
     @cached_property
+    def count(self) -> int:
+        """How many experts are loaded."""
+        return self.experts.shape[1] if self.complete and len(self.experts) == 1 else len(self.loaded)
+
+    @cached_property
     def loaded(self) -> Tensor:
         """Experts that some token computes with, ascending, int64 [U]."""
-        if len(self.experts) == 1 and not self.has_gaps:
-            return self.experts[0].sort().values  # a token's experts are distinct
         experts: Tensor = torch.unique(self.pair_expert)
         return experts
 
@@ -221,5 +224,5 @@ class LayerPlan:
         """Expert weight bytes that this plan loads, each expert once."""
         if self.storage is not None:
             return shape.stored(self.storage, self.routing.loaded)
-        experts = len(self.routing.loaded)
+        experts = self.routing.count
         return shape.gate_up(self.gate_up, experts) + shape.down(self.down, experts)

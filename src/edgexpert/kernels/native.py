@@ -196,6 +196,22 @@ def run_attention_layer(
     )
 
 
+def expert_layer(
+    norm: Tensor, router: Tensor, gate_up: PackedExperts, down: PackedExperts, biases: Sequence[Tensor | None], *, top_k: int,
+    sigmoid: bool, normalise: bool, eps: float, router_scale: float, residual: float, activation: str, gated: bool,
+) -> Any:
+    """The expert half of a decoder layer, see csrc/layer.h. Its tensors must outlive it."""
+    bound = (_bind(gate_up), _bind(down), *(_address(bias, torch.float32) for bias in biases))
+    rule = (top_k, sigmoid, normalise, eps, router_scale, residual)
+    floats = (_address(norm, torch.float32), _address(router, torch.float32))
+    return _native.ExpertLayer(*floats, *rule, *bound, _ACTIVATIONS[activation], gated)
+
+
+def run_expert_layer(layer: Any, x: Tensor, out: Tensor, experts: Tensor, weights: Tensor) -> None:
+    """``out`` = ``x`` [1, T, H] + its experts; fills in the chosen ``experts`` int64 [T, k] and their ``weights`` [T, k]."""
+    _native.ExpertLayer.run(layer, x.data_ptr(), x.shape[1], out.data_ptr(), experts.data_ptr(), weights.data_ptr())
+
+
 def linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
     """`packed.linear`."""
     if path() == "torch":

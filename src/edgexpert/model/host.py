@@ -269,6 +269,20 @@ class HostedModel:
             ))
         return out
 
+    @property
+    def decides_nothing(self) -> bool:
+        """Whether the running stage is the router's own business, and nobody looks on: then a layer may run in one piece."""
+        return self.running is not None and self.policy.is_exact and self.recorder is None
+
+    def ran_exactly(self, block: MoeBlock, experts: Tensor, weights: Tensor) -> None:
+        """Takes note of a layer that ran in one piece."""
+        running = self.running
+        assert running is not None
+        routing = Routing(experts, weights, block.num_experts, complete=True)
+        running.exact[block.layer] = running.routings[block.layer] = routing
+        running.plans[block.layer] = plan = LayerPlan(block.layer, routing)
+        running.expert_bytes += plan.bytes(block.shape)
+
     def _library(self, block: MoeBlock, *args: Tensor, **kwargs: Tensor) -> Tensor:
         own = type(block.experts).forward.__wrapped__  # type: ignore[attr-defined]
         function = ALL_EXPERTS_FUNCTIONS.get(self._library_experts, own)

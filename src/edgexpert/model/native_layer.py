@@ -1,4 +1,4 @@
-"""The attention half of a decoder layer in one native call, for layers whose form is known.
+"""Decoder layers in two native calls, their attention and their experts, where their form is known.
 
 A layer is known if it computes what the native one does, which is tried on random inputs when a packed checkpoint is loaded.
 Other layers run as the library has them, on packed linear layers all the same.
@@ -6,6 +6,7 @@ Other layers run as the library has them, on packed linear layers all the same.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgexpert.kernels import native
 from edgexpert.kernels.modules import ATTENTION, PackedLinear, RowNorm, attention_interface
-from edgexpert.model.blocks import decoder_layers
+from edgexpert.model.blocks import MoeBlock, decoder_layers
 from edgexpert.model.cache import TreeCache, TreeLayer
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -42,6 +43,20 @@ class NativeLayer:
             clip=float(getattr(config, "clip_qkv", None) or 0.0),
         )
         self.kv_heads, self.dim = kv_heads, dim
+        self.experts: Any = None
+
+    def take_experts(self, block: MoeBlock) -> None:
+        """Runs the experts natively, too, whenever a stage leaves them to the router: if it chooses by its logits alone."""
+        weights, form = block.packed, block.form
+        has_shared_experts = len(list(self.mlp.children())) > 2
+        if weights is None or form is None or form.bias is not None or form.groups is not None or has_shared_experts:
+            return
+        self.block, self.router = block, block.router.weight.as_subclass(Tensor)
+        self.experts = native.expert_layer(
+            self.norm.weight, self.router, weights.gate_up, weights.down, (weights.gate_up_bias, weights.down_bias),
+            top_k=block.top_k, sigmoid=form.sigmoid, normalise=form.normalise, eps=self.norm.eps, router_scale=form.scale,
+            residual=self.residual, activation=weights.activation, gated=weights.gated,
+        )
 
     def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The layer: [1, T, H] -> [1, T, H]. Goes back to the library's where it is asked for more than a stage."""
@@ -50,8 +65,16 @@ class NativeLayer:
         if not isinstance(cache, TreeCache) or len(hidden_states) != 1 or watched:
             return self.library(hidden_states, attention_mask=attention_mask, **kwargs)
         between = self.attend(hidden_states.contiguous(), attention_mask, cache, *kwargs["position_embeddings"])
-        out = self.mlp(self.norm(between))
-        return between + (out if self.residual == 1.0 else out * self.residual)
+        host = self.block.experts._edgexpert[0] if self.experts is not None else None
+        if host is None or not host.decides_nothing:
+            out = self.mlp(self.norm(between))
+            return between + (out if self.residual == 1.0 else out * self.residual)
+        out, tokens = torch.empty_like(between), between.shape[1]
+        experts = torch.empty(tokens, self.block.top_k, dtype=torch.int64)
+        weights = torch.empty(tokens, self.block.top_k)
+        native.run_expert_layer(self.experts, between, out, experts, weights)
+        host.ran_exactly(self.block, experts, weights)
+        return out
 
     def attend(self, hidden: Tensor, mask: Tensor | None, cache: TreeCache, cos: Tensor, sin: Tensor) -> Tensor:
         """``hidden`` [1, T, H] and its attention, added."""
@@ -65,16 +88,18 @@ class NativeLayer:
         return out
 
 
-def use_native_layers(model: PreTrainedModel) -> int:
+def use_native_layers(model: PreTrainedModel, blocks: Sequence[MoeBlock]) -> int:
     """Puts native layers in the place of those whose form is known, and returns how many."""
     if native.path() == "torch":
         return 0
-    replaced = 0
+    replaced, block_of = 0, {block.layer: block for block in blocks}
     for layer in decoder_layers(model):
         if not _has_the_parts(layer):
             continue
         candidate = NativeLayer(layer, model.config.get_text_config())
         if _same(model, layer, candidate):
+            if candidate.index in block_of:
+                candidate.take_experts(block_of[candidate.index])
             layer.forward = candidate  # type: ignore[method-assign, assignment]
             replaced += 1
     return replaced

@@ -55,7 +55,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
     missing = [name for name, p in model.named_parameters() if p.is_meta and id(p) not in experts]
     if missing:
         raise UserError(f"{folder} lacks the tensor {missing[0]}; convert the checkpoint again")
-    use_native_layers(model.eval())
+    use_native_layers(model.eval(), blocks)
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

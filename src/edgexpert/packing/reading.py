@@ -53,7 +53,8 @@ class Pack:
             dtype = DTYPES[extent.dtype]
             shape, stride = (layer.experts, *extent.shape), (layer.stride // dtype.itemsize, extent.shape[1], 1)
             start = (layer.offset + extent.offset) // dtype.itemsize
-            parts[name] = self._bytes.view(dtype).as_strided(shape, stride, start)
+            whole = self._bytes.view(dtype)
+            parts[name] = whole.as_strided(shape, stride, whole.storage_offset() + start)
         return PackedExperts(
             parts["values"], parts.get("scales"), parts.get("zeros"), matrix.channels, matrix.outputs, matrix.bits,
             matrix.group or matrix.channels,
