@@ -2,7 +2,8 @@
 
     python benchmarks/llama_cpp.py --work FOLDER [--shapes granite-1b-a400m,olmoe-1b-7b] [--threads 2] [--json FILE]
 
-FOLDER holds what is made once: llama.cpp, built from the source package of llama-cpp-python, and the models (0.9 and 4 GB a program).
+FOLDER holds what is made once: llama.cpp, built from the source package of llama-cpp-python, and the models (5 GB for
+each of both).
 Speed only: with random weights the routing is random, too, which is the worst case for caches.
 
 Ours is measured without a policy (exact); a verify stage gives the logits of all its tokens, llama.cpp's of the last alone.

@@ -144,7 +144,8 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
     });
   }
 
-  // An expert's columns are split where there are few experts, or where it has more rows than its share.
+  // An expert's columns are split where there are few experts, or where it has more rows than its share. Few rows wait for memory,
+  // which is slow where threads read the two halves of the same lines' neighbourhood: they get long pieces.
   const auto cost = [&](std::int64_t u) { return std::max<std::int64_t>(4, pairs.offsets[u + 1] - pairs.offsets[u]); };
   std::int64_t total = 0;
   for (std::int64_t u = 0; u < experts; ++u) total += cost(u);
@@ -152,7 +153,8 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
   tasks.clear();
   for (std::int64_t u = 0; u < experts; ++u) {
     if (pairs.offsets[u] == pairs.offsets[u + 1]) continue;
-    const std::int64_t parts = std::clamp<std::int64_t>(cost(u) / share, 1, std::max<std::int64_t>(1, w.padded / 512));
+    const std::int64_t least = cost(u) > 4 ? 512 : 2048;
+    const std::int64_t parts = std::clamp<std::int64_t>(cost(u) / share, 1, std::max<std::int64_t>(1, w.padded / least));
     const std::int64_t width = threads() == 1 ? w.padded : ((w.padded + parts - 1) / parts + kColumns - 1) / kColumns * kColumns;
     for (std::int64_t c = 0; c < w.padded; c += width) tasks.push_back({u, c, std::min(c + width, w.padded)});
   }

@@ -144,7 +144,7 @@ class Engine:
         elif self.host.recorder is not None:  # for replay; the run itself did not need the encoder
             importance = self._importance(ids, Ledger())[cached:]
         stage = Stage.prefill(tokens, cached, importance)
-        output = self._stage(stage, run)
+        output = self.run_stage(stage, run)
         if self.host.recorder is not None:
             self.host.recorder.stage(stage, (), 1, 0)
         run.exact_prefill_experts = sum(
@@ -158,7 +158,8 @@ class Engine:
         """Keeps a finished text's cache for a prompt that begins like it."""
         self._kept = run, self.policy, self.draft
 
-    def _stage(self, stage: Stage, run: Run) -> StageOutput:
+    def run_stage(self, stage: Stage, run: Run) -> StageOutput:
+        """One stage through the target, with the features that the draft wants."""
         fused = self.draft.fused_layers if self.draft is not None else ()
         output = self.host.run(stage, run.cache, fused)
         if stage.kind == "verify":
@@ -204,7 +205,7 @@ class Engine:
         """One verify stage: drafts, verifies, commits. Returns the tokens it emits, at least one."""
         tree = self.propose(run, shape)
         stage = Stage.verify(tree, run.cache.length)
-        output = self._stage(stage, run)
+        output = self.run_stage(stage, run)
         path, next_token = accept(tree, output.logits, sampler, run.committed)
         new = self.commit(run, stage, path, output, next_token)
         run.speculation.record(tree.candidates, len(path) - 1, len(new))
@@ -236,7 +237,7 @@ class Engine:
             drafted = self.propose(run, shape)
             forced, path = drafted.with_path(ahead[:-1])
             stage = Stage.verify(forced, run.cache.length)
-            output = self._stage(stage, run)
+            output = self.run_stage(stage, run)
             scores = output.logits[torch.tensor(path)].log_softmax(-1)  # [path, V]
             log_probs += [float(scores[i, token]) for i, token in enumerate(ahead)]
             found = next((i for i, node in enumerate(path) if node >= len(drafted)), len(path)) - 1

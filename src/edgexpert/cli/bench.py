@@ -88,6 +88,11 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw a bar chart into this .png, .svg or .pdf.", show_default=False)
     ] = None,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(metavar="L", show_default=False,
+                     help="Replay: accept L tokens a stage of a recorded text, to time a model without a trained draft."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare policies on the same prompts."""
@@ -101,33 +106,49 @@ def bench(
         options.policy_named(name)
     params, shape = options.sampling, options.tree
     engine = options.load()
-    measured = measure(engine, options, params, shape, names, texts)
+    measured = measure(engine, options, params, shape, names, texts, acceptance)
     if plot is not None:
         draw_comparison(measured, plot)
     if json:
         print_json({"model": engine.name, "draft": measured[0].generations[0].draft,
-                    "policies": [row.to_json() for row in measured], "notes": engine.notes})
+                    "policies": [row.to_json() for row in measured], "notes": measured[0].generations[0].notes})
     else:
         print_comparison(measured)
-        for note in engine.notes:
+        for note in measured[0].generations[0].notes:
             print_line(f"note: {note}")
 
 
 def measure(
-    engine: Engine, options: Options, params: SamplingParams, shape: TreeShape, names: Sequence[str], prompts: Sequence[str]
+    engine: Engine,
+    options: Options,
+    params: SamplingParams,
+    shape: TreeShape,
+    names: Sequence[str],
+    prompts: Sequence[str],
+    acceptance: float | None = None,
 ) -> list[Measured]:
-    """Every policy on every prompt, after a short warm-up of each policy that does not count."""
-    warm_up = replace(params, max_new_tokens=min(WARM_UP_TOKENS, params.max_new_tokens))
+    """Every policy on every prompt, after a short warm-up of each policy that does not count.
+
+    Args:
+        acceptance: replay with this acceptance length instead of generating; see `edgexpert.replay`.
+    """
+    from edgexpert.replay import recorded_tokens, replay
+
+    def run(prompt: str, new_tokens: int) -> Generation:
+        if acceptance is None:
+            return engine.generate(prompt, replace(params, max_new_tokens=new_tokens), shape)
+        return replay(engine, engine.encode(prompt), recorded_tokens(engine, new_tokens), acceptance, shape)
+
     measured = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(names) * len(prompts))
         for name in names:
             engine.set_policy(options.policy_named(name))
-            engine.generate(prompts[0], warm_up, shape)
+            run(prompts[0], min(WARM_UP_TOKENS, params.max_new_tokens))
             generations = []
             for prompt in prompts:
-                generations.append(engine.generate(prompt, params, shape))
+                generations.append(run(prompt, params.max_new_tokens))
                 progress.advance(task)
             measured.append(Measured(name, generations))
     return measured

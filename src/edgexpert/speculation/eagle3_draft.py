@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from edgexpert.kernels.modules import weights_of
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.eagle3 import Eagle3Model, KeyValue
 from edgexpert.speculation.tree import Level, build_tree, top_log_probs
@@ -28,7 +29,7 @@ class Eagle3Draft:
         self.model = model
         self.fused_layers: tuple[int, ...] = model.config.fused_layers
         self.bytes_read = 0.0
-        size = {name: sum(weight.nbytes for weight in part.parameters()) for name, part in model.named_children()}
+        size = {name: sum(weight.nbytes for _, weight in weights_of(part)) for name, part in model.named_children()}
         self._fuse_bytes = sum(size.get(name, 0) for name in ("input_norm", "fc_norm", "fc"))
         self._step_bytes = size["midlayer"]
         self._head_bytes = size["norm"] + size["lm_head"]
@@ -36,7 +37,7 @@ class Eagle3Draft:
 
     def reset(self) -> None:
         """Forgets the text."""
-        config, weight = self.model.config, self.model.fc.weight
+        config, weight = self.model.config, self.model.norm.weight
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)  # observed, not in the cache yet
         self._hidden = weight.new_empty(0, config.hidden_size)  # their fused features
         nothing = weight.new_empty(config.num_key_value_heads, 0, config.head_dim)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.modules import FloatEmbedding, PackedLinear
+from edgexpert.kernels.packed import PackedMatrix
+from edgexpert.packing.matrix import quantise
 from edgexpert.speculation.causal import load_causal_draft
 from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.draft import Draft
+from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.speculation.eagle3_draft import Eagle3Draft
 from edgexpert.speculation.medusa import MedusaDraft, load_medusa
 from edgexpert.speculation.ngram import NgramDraft
@@ -46,9 +52,28 @@ def load_draft(
     if config.get("model_type") == "medusa":
         return MedusaDraft(load_medusa(source, model.config.get_text_config()).to(model.device, model.dtype)), []
     if is_eagle3(config):
-        embedding = model.get_input_embeddings().weight
-        return Eagle3Draft(load_eagle3(source, model.config, embedding).to(model.device, model.dtype)), []
+        draft = load_eagle3(source, model.config, model.get_input_embeddings().weight)
+        head = model.get_output_embeddings()
+        if not isinstance(head, PackedLinear):
+            return Eagle3Draft(draft.to(model.device, model.dtype)), []
+        bits = pack_draft(draft, head.matrix)
+        return Eagle3Draft(draft), [f"the draft's weights were rounded to {bits} bits, as the target's are"]
     return load_causal_draft(source, tokenizer, model.config.get_text_config().vocab_size, model.dtype, model.device), []
+
+
+def pack_draft(draft: Eagle3Model, like: PackedMatrix) -> int:
+    """Packs a draft's linear layers in place, in the bits of a target's matrix, which are returned. The rest becomes float32."""
+    for name, module in list(draft.named_modules()):
+        if isinstance(module, nn.Linear):
+            group = like.group if like.bits < 16 and module.in_features % like.group == 0 else module.in_features
+            matrix = quantise(module.weight.detach().float().T, like.bits, group)
+            draft.set_submodule(name, PackedLinear(matrix, None if module.bias is None else module.bias.detach().float()))
+    for name, part in draft.named_children():
+        if name != "embed_tokens":  # the target's own, in its dtype
+            part.float()
+    if draft.embed_tokens.weight.dtype != torch.float32:
+        draft.embed_tokens.__class__ = FloatEmbedding
+    return like.bits
 
 
 def is_eagle3(config: dict[str, object]) -> bool:
