@@ -82,10 +82,21 @@ class FourBits {
         unpack(now, at / 2, pairs, ahead, unpacked);
         alignas(32) float unit_scales[unit];
         for (std::int64_t i = 0; i < unit; i += 8) _mm256_store_ps(unit_scales + i, eight(scales + at + i));
-        for (std::int64_t i = 0; i < rows; ++i) {
-          multiply_unpacked(unpacked, static_cast<const std::int8_t*>(p.x[r + i]) + first, pairs, p.sums[r + i][g], unit_scales,
-                            accumulators + i * width + at);
+        std::int64_t i = 0;
+        for (; i + 2 <= rows; i += 2) {
+          const std::int8_t* x[2];
+          std::int32_t x_sums[2];
+          float* to[2];
+          for (int k = 0; k < 2; ++k) {
+            x[k] = static_cast<const std::int8_t*>(p.x[r + i + k]) + first;
+            x_sums[k] = p.sums[r + i + k][g];
+            to[k] = accumulators + (i + k) * width + at;
+          }
+          for (int half = 0; half < 2; ++half) multiply_two(unpacked + 4 * half, x, pairs, x_sums, unit_scales, to, 64 * half);
         }
+        if (i < rows)
+          multiply_one(unpacked, static_cast<const std::int8_t*>(p.x[r + i]) + first, pairs, p.sums[r + i][g], unit_scales,
+                       accumulators + i * width + at);
       }
     }
     for (std::int64_t i = 0; i < rows; ++i) {
@@ -169,8 +180,8 @@ class FourBits {
     }
   }
 
-  static __attribute__((noinline)) void multiply_unpacked(const __m256i* w, const std::int8_t* x, std::int64_t pairs,
-                                                          std::int32_t x_sum, const float* scales, float* accumulators) {
+  static __attribute__((noinline)) void multiply_one(const __m256i* w, const std::int8_t* x, std::int64_t pairs, std::int32_t x_sum,
+                                                     const float* scales, float* accumulators) {
     __m256i s0{}, s1{}, s2{}, s3{}, s4{}, s5{}, s6{}, s7{};
     for (std::int64_t pair = 0; pair < pairs; ++pair, w += vectors) {
       const __m256i xs = two(x + 2 * pair);
@@ -188,6 +199,35 @@ class FourBits {
     finish(s2, s3, zero, scales + 16, accumulators + 16);
     finish(s4, s5, zero, scales + 64, accumulators + 64);
     finish(s6, s7, zero, scales + 80, accumulators + 80);
+  }
+
+  // Half a unit, from column `at`, for two rows of activations: each vector of weights is loaded once for both.
+  static __attribute__((noinline)) void multiply_two(const __m256i* w, const std::int8_t* const* x, std::int64_t pairs,
+                                                     const std::int32_t* x_sums, const float* scales, float* const* accumulators,
+                                                     std::int64_t at) {
+    __m256i a0{}, a1{}, a2{}, a3{}, b0{}, b1{}, b2{}, b3{};
+    const std::int8_t *xa = x[0], *xb = x[1];
+    for (std::int64_t pair = 0; pair < pairs; ++pair, w += vectors) {
+      const __m256i as = two(xa + 2 * pair), bs = two(xb + 2 * pair);
+      __m256i weights = w[0];
+      a0 = add(a0, weights, as);
+      b0 = add(b0, weights, bs);
+      weights = w[1];
+      a1 = add(a1, weights, as);
+      b1 = add(b1, weights, bs);
+      weights = w[2];
+      a2 = add(a2, weights, as);
+      b2 = add(b2, weights, bs);
+      weights = w[3];
+      a3 = add(a3, weights, as);
+      b3 = add(b3, weights, bs);
+    }
+    const __m256i zero_a = _mm256_set1_epi16(static_cast<std::int16_t>(8 * x_sums[0]));
+    finish(a0, a1, zero_a, scales + at, accumulators[0] + at);
+    finish(a2, a3, zero_a, scales + at + 16, accumulators[0] + at + 16);
+    const __m256i zero_b = _mm256_set1_epi16(static_cast<std::int16_t>(8 * x_sums[1]));
+    finish(b0, b1, zero_b, scales + at, accumulators[1] + at);
+    finish(b2, b3, zero_b, scales + at + 16, accumulators[1] + at + 16);
   }
 
   // accumulators += (sums - zero) * scales. The sums are of even and odd outputs of two runs of 16, the second 32 further on.
