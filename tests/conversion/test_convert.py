@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import edgexpert
 from edgexpert.conversion import writer as writer_module
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options, parse_keep
@@ -233,3 +234,14 @@ def test_a_changed_file_and_a_newer_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "out" / MANIFEST).write_text("{")
     with pytest.raises(UserError, match="damaged"):
         Pack(tmp_path / "out")
+
+
+def test_a_draft_and_calibrated_hyperparameters_beside_the_checkpoint_come_along(tmp_path: Path) -> None:
+    convert(open_source("stories"), tmp_path / "packed", Options())
+    engine = edgexpert.load(str(tmp_path / "packed"))
+    assert engine.draft is not None and engine.draft.name == "eagle3"
+    assert engine.host.calibrated == edgexpert.load("stories", draft="none").host.calibrated
+    assert any("rounded to 4 bits" in note for note in engine.notes)
+    text = engine.generate("Once upon a time", max_new_tokens=12)
+    engine.draft = None
+    assert engine.generate("Once upon a time", max_new_tokens=12).token_ids == text.token_ids

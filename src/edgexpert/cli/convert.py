@@ -58,7 +58,6 @@ def convert(
         write_back(paths)
         return
     from edgexpert.conversion.convert import convert as run
-    from edgexpert.conversion.dummy_draft import write_dummy_draft
     from edgexpert.conversion.options import Options, parse_keep
     from edgexpert.conversion.sources.dummy import DummySource, dummy_config
     from edgexpert.conversion.sources.opening import open_source
@@ -71,8 +70,6 @@ def convert(
     destination = Path(paths[-1]).expanduser()
     with progress_bar("converting") as advance:
         manifest = run(source, destination, options, advance, calibration)
-    if dummy and not (destination / "draft").exists():
-        write_dummy_draft(source.config, destination)
     if json:
         print_json(facts(destination, manifest))
     else:

@@ -206,7 +206,7 @@ class Writer:
             rtn_fallbacks=[fall_back for entry in self.finished.values() for fall_back in entry.get("rtn_fallbacks", ())],
             files={
                 path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
-                for path in sorted(self.folder.iterdir()) if path.name not in kept_out
+                for path in sorted(self.folder.iterdir()) if path.is_file() and path.name not in kept_out
             },
             edgexpert=version("edgexpert"),
         )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from edgexpert.conversion.sources.huggingface import EXTRAS
+from edgexpert.conversion.sources.huggingface import copy_extras
 from edgexpert.conversion.sources.source import Source, file_fingerprint, meta_model
 from edgexpert.model.bundled import WEIGHTS, load_packed
 
@@ -32,6 +31,4 @@ class BundledSource(Source):
         return self._state[name]
 
     def save_extras(self, folder: Path) -> None:
-        for name in EXTRAS:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, folder / name)
+        copy_extras(self.folder, folder)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from edgexpert.conversion.dummy_draft import write_dummy_draft
 from edgexpert.conversion.sources.source import Source, meta_model
 from edgexpert.errors import UserError
 from edgexpert.model.loading import bundled_folder
@@ -100,7 +101,8 @@ class DummySource(Source):
             yield PackedMatrix(values, scales, zeros, channels, matrix.outputs, matrix.bits, group)
 
     def save_extras(self, folder: Path) -> None:
-        """A tokenizer, so that text can be given: the bundled model's, if the vocabulary is large enough."""
+        """A random draft, and a tokenizer so that text can be given: the bundled model's, if the vocabulary is large enough."""
+        write_dummy_draft(self.config, folder)
         bundled = bundled_folder(TOKENIZER)
         tokens = json.loads((bundled / "tokenizer.json").read_text())["model"]["vocab"]
         if self.config.get_text_config().vocab_size < len(tokens):

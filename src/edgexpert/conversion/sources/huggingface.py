@@ -24,12 +24,13 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from edgexpert.conversion.sources.source import Source, file_fingerprint, meta_model
 from edgexpert.errors import UserError
+from edgexpert.speculation.loading import BESIDE_MODEL
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EXTRAS = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "edgexpert.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )
 FLOATS = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -135,9 +136,16 @@ class HuggingFaceSource(Source):
             raise UserError(f"{path} is damaged or truncated ({error}); download the checkpoint again") from error
 
     def save_extras(self, folder: Path) -> None:
-        for name in EXTRAS:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, folder / name)
+        copy_extras(self.folder, folder)
+
+
+def copy_extras(source: Path, folder: Path) -> None:
+    """Tokenizer, generation defaults, calibrated hyperparameters, and an EAGLE-3 draft that lies beside the checkpoint."""
+    for name in EXTRAS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if (source / BESIDE_MODEL / "config.json").is_file():
+        shutil.copytree(source / BESIDE_MODEL, folder / BESIDE_MODEL, dirs_exist_ok=True)
 
 
 def checkpoint_files(folder: Path) -> dict[str, str]:
