@@ -23,8 +23,9 @@ from edgexpert.conversion.sources.huggingface import EXTRAS, INDEX
 from edgexpert.conversion.sources.source import meta_model
 from edgexpert.conversion.writer import unfinished
 from edgexpert.errors import UserError
+from edgexpert.kernels.packed import PackedMatrix, dequantise
 from edgexpert.packing.format import DENSE, EXPERTS, LayerLayout
-from edgexpert.packing.matrix import PackedMatrix, decode, dequantise
+from edgexpert.packing.matrix import decode
 from edgexpert.packing.reading import Pack
 
 OWN_SETTINGS = ("edgexpert_dummy",)
