@@ -29,6 +29,7 @@ except ImportError:  # installed without a compiler
     _native = None
 
 PATHS = ("auto", "avx512", "avx2", "portable", "torch")
+MAX_THREADS = 1024
 _ACTIVATIONS = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "identity"))}
 
 
@@ -53,16 +54,20 @@ def available() -> list[str]:
 
 
 def set_threads(threads: int) -> None:
-    """How many threads the kernels use (at first, one for each processor)."""
-    if threads < 1:
-        raise UserError(f"`threads` must be at least 1, not {threads}")
+    """How many threads the compiled kernels use (at first, one for each processor).
+
+    Raises:
+        UserError: the number is not from 1 to 1024.
+    """
+    if not 1 <= threads <= MAX_THREADS:
+        raise UserError(f"`threads` must be from 1 to {MAX_THREADS}, not {threads}")
     if _native is not None:
         _native.set_threads(threads)
 
 
 def get_threads() -> int:
-    """How many threads the kernels use."""
-    return torch.get_num_threads() if _native is None else int(_native.threads())
+    """How many threads compute, PyTorch's where that does."""
+    return torch.get_num_threads() if path() == "torch" else int(_native.threads())
 
 
 def _bind(matrix: PackedMatrix) -> Any:
