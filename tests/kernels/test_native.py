@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgexpert.kernels import native, packed
+from edgexpert.kernels import dense, native, packed
 from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs
 from edgexpert.packing.matrix import quantise
 
@@ -195,3 +196,65 @@ def test_wrong_shapes_and_types_are_refused_before_memory_is_touched() -> None:
     bad = PackedMatrix(matrix.values[:32], matrix.scales, None, 64, 40, 4, 32)
     with pytest.raises(ValueError, match="expected contiguous"):
         native.linear(torch.randn(2, 64), bad)
+
+
+@pytest.mark.parametrize("wrong", [
+    "expert", "negative expert", "token", "offsets", "end", "loaded", "compute", "bias", "weights", "rows",
+])
+def test_ids_masks_and_vectors_that_do_not_fit_are_refused_before_memory_is_touched(wrong: str) -> None:
+    torch.manual_seed(5)
+    lower = experts(4, 32, 8, 4, 32)
+    good = Pairs(torch.tensor([1, 3]), torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]))
+    ids, offsets, tokens = good.experts.clone(), good.offsets.clone(), good.tokens.clone()
+    arguments: dict[str, Tensor | None] = dict(
+        loaded=torch.ones(4, 32, dtype=torch.bool), compute=torch.ones(3, 32, dtype=torch.bool), bias=torch.zeros(4, 8)
+    )
+    x, weights = torch.randn(3, 32), torch.ones(3)
+    native.down(x, lower, good, weights, 2, **arguments)
+    match wrong:
+        case "expert":
+            ids[1] = 4
+        case "negative expert":
+            ids[0] = -1
+        case "token":
+            tokens[2] = 2
+        case "offsets":
+            offsets[1] = 4
+        case "end":
+            offsets[2] = 4
+        case "weights":
+            weights = torch.ones(2)
+        case "rows":
+            x = torch.randn(2, 32)
+        case _:
+            given = arguments[wrong]
+            assert given is not None
+            arguments[wrong] = given[:-1]
+    with pytest.raises(ValueError, match=r"out of range|offsets|expected"):
+        native.down(x, lower, Pairs(ids, offsets, tokens), weights, 2, **arguments)
+
+
+def test_calls_from_two_threads_at_once_give_what_they_give_one_after_the_other() -> None:
+    torch.manual_seed(6)
+    native.set_threads(3)
+    up, lower = experts(4, 64, 256, 4, 32), experts(4, 128, 64, 8, 32)
+    pairs, x, weights = routing(33, 4, 2), torch.randn(33, 64), torch.rand(66)
+    matrix = torch.randn(300, 64)
+    query, key, value = torch.randn(8, 33, 64), torch.randn(4, 90, 64), torch.randn(4, 90, 64)
+    score, mask = torch.rand(66, 64), torch.rand(66, 64) < 0.5
+    expert, depth = torch.arange(66) % 4, torch.arange(66) // 20
+    calls: list[Callable[[], Tensor]] = [
+        lambda: native.run_experts(x, up, lower, pairs, weights),
+        lambda: dense.linear(x, matrix),
+        lambda: dense.attention(query, key, value, None, 0.1),
+        lambda: native.salient_channels(score, mask, expert, depth, 4, 0.5),
+        lambda: dense.rms_norm(matrix, torch.ones(64), 1e-6),
+    ]
+    expected = [call() for call in calls]
+
+    def repeat(shift: int) -> bool:
+        turns = [(i * shift) % len(calls) for i in range(150)]  # each thread in another order
+        return all(torch.equal(calls[i](), expected[i]) for i in turns)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(repeat, (1, 2), timeout=60))

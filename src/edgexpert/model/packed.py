@@ -54,7 +54,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
     experts = {id(p) for block in blocks for p in block.experts.parameters()}
     missing = [name for name, p in model.named_parameters() if p.is_meta and id(p) not in experts]
     if missing:
-        raise UserError(f"{folder} lacks the tensor {missing[0]}; convert the checkpoint again")
+        raise UserError(f"the folder {folder} lacks the tensor {missing[0]}; convert the checkpoint again")
     use_native_layers(model.eval())
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
