@@ -33,7 +33,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
         if isinstance(tensor, PackedMatrix):
             bias = tensors.get(name.removesuffix("weight") + "bias")
             assert bias is None or isinstance(bias, Tensor)
-            model.set_submodule(name.removesuffix(".weight"), PackedLinear(tensor, bias))
+            model.set_submodule(name.removesuffix(".weight"), PackedLinear(tensor, None if bias is None else bias.float()))
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
