@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <mutex>
 #include <vector>
 
 #include "isa.h"
@@ -35,7 +34,7 @@ struct Task {
   std::int64_t expert, begin, end;
 };
 
-std::mutex busy;  // one call at a time: they share the pool and these buffers
+// Shared by all calls, which hold busy().
 Buffer quantised, token_sums, token_scales, packed, packed_sums, channel_lists, quad_lists, row_x, row_sums, row_scales, products,
     activations, scratch;
 std::vector<Task> tasks;
@@ -214,27 +213,27 @@ void down_unlocked(const Weights& w, const float* x, std::int64_t tokens, const 
 }  // namespace
 
 void linear(const Weights& w, const float* x, std::int64_t rows, const float* bias, float* out) {
-  const std::lock_guard lock(busy);
+  const std::lock_guard lock(busy());
   const std::int64_t expert = 0, offsets[2] = {0, rows};
   multiply(w, x, rows, Pairs{1, &expert, offsets, nullptr}, nullptr, Selection{}, bias, out);
 }
 
 void gate_up(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
              const float* bias, Activation activation, bool gated, float* out) {
-  const std::lock_guard lock(busy);
+  const std::lock_guard lock(busy());
   gate_up_unlocked(w, x, tokens, pairs, selection, bias, activation, gated, out);
 }
 
 void down(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
           const float* bias, const float* weights, float* out) {
-  const std::lock_guard lock(busy);
+  const std::lock_guard lock(busy());
   down_unlocked(w, x, tokens, pairs, selection, bias, weights, out);
 }
 
 void experts(const Weights& gate_up, const Weights& down, const float* x, std::int64_t tokens, const Pairs& pairs,
              const Selection& selection, const float* gate_up_bias, const float* down_bias, Activation activation, bool gated,
              const float* weights, float* out) {
-  const std::lock_guard lock(busy);
+  const std::lock_guard lock(busy());
   auto* inner = activations.get<float>(pairs.count() * down.channels);
   gate_up_unlocked(gate_up, x, tokens, pairs, selection, gate_up_bias, activation, gated, inner);
   down_unlocked(down, inner, tokens, pairs, Selection{}, down_bias, weights, out);

@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 
 #include <atomic>
+#include <stdexcept>
 
 #include "isa.h"
 #include "layer.h"
@@ -22,8 +23,22 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-Pairs pairs_of(std::int64_t loaded, Address experts, Address offsets, Address tokens) {
-  return {loaded, at<const std::int64_t>(experts), at<const std::int64_t>(offsets), at<const std::int64_t>(tokens)};
+void check(bool holds, const char* message) {
+  if (!holds) throw std::invalid_argument(message);  // ValueError in Python
+}
+
+// The ids decide which memory is touched, so they are checked in every call: a few comparisons for each pair.
+Pairs pairs_of(std::int64_t loaded, std::int64_t count, Address experts, Address offsets, Address tokens, std::int64_t num_experts,
+               std::int64_t num_tokens) {
+  const Pairs pairs{loaded, at<const std::int64_t>(experts), at<const std::int64_t>(offsets), at<const std::int64_t>(tokens)};
+  check(pairs.offsets[0] == 0 && pairs.offsets[loaded] == count, "the offsets do not end at the number of pairs");
+  for (std::int64_t u = 0; u < loaded; ++u) {
+    check(pairs.experts[u] >= 0 && pairs.experts[u] < num_experts, "an expert's id is out of range");
+    check(pairs.offsets[u] <= pairs.offsets[u + 1], "the offsets do not ascend");
+  }
+  for (std::int64_t p = 0; p < count; ++p)
+    check(pairs.tokens[p] >= 0 && pairs.tokens[p] < num_tokens, "a token's id is out of range");
+  return pairs;
 }
 
 Selection selection_of(Address loaded, Address compute) { return {at<const bool>(loaded), at<const bool>(compute)}; }
@@ -47,7 +62,7 @@ NB_MODULE(_native, m) {
   m.def("has_isa", [](const std::string& name) { return has_isa(name.c_str()); });
   m.def("select_isa", [](const std::string& name) { return select_isa(name.c_str()); });
   m.def("set_threads", &set_threads, nb::call_guard<nb::gil_scoped_release>());
-  m.def("threads", &threads);
+  m.def("threads", &threads, nb::call_guard<nb::gil_scoped_release>());
 
   nb::class_<AttentionLayer>(m, "AttentionLayer")
       .def("__init__",
@@ -87,6 +102,8 @@ NB_MODULE(_native, m) {
 
   m.def("group", [](std::int64_t pairs, std::int64_t count, Address expert, Address token, Address experts, Address offsets,
                     Address tokens, Address order) {
+    for (std::int64_t i = 0; i < pairs; ++i)
+      check(at<const std::int64_t>(expert)[i] >= 0 && at<const std::int64_t>(expert)[i] < count, "an expert's id is out of range");
     return group(at<const std::int64_t>(expert), at<const std::int64_t>(token), pairs, count, at<std::int64_t>(experts),
                  at<std::int64_t>(offsets), at<std::int64_t>(tokens), at<std::int64_t>(order));
   });
@@ -98,26 +115,26 @@ NB_MODULE(_native, m) {
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "gate_up",
-      [](const Weights& w, Address x, std::int64_t tokens, std::int64_t loaded_experts, Address experts, Address offsets,
-         Address pair_tokens, Address loaded, Address compute, Address bias, int activation, bool gated, Address out) {
-        gate_up(w, at<const float>(x), tokens, pairs_of(loaded_experts, experts, offsets, pair_tokens),
+      [](const Weights& w, Address x, std::int64_t tokens, std::int64_t loaded_experts, std::int64_t pairs, Address experts,
+         Address offsets, Address pair_tokens, Address loaded, Address compute, Address bias, int activation, bool gated, Address out) {
+        gate_up(w, at<const float>(x), tokens, pairs_of(loaded_experts, pairs, experts, offsets, pair_tokens, w.count, tokens),
                 selection_of(loaded, compute), at<const float>(bias), static_cast<Activation>(activation), gated, at<float>(out));
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "down",
-      [](const Weights& w, Address x, std::int64_t tokens, std::int64_t loaded_experts, Address experts, Address offsets,
-         Address pair_tokens, Address loaded, Address compute, Address bias, Address weights, Address out) {
-        down(w, at<const float>(x), tokens, pairs_of(loaded_experts, experts, offsets, pair_tokens),
+      [](const Weights& w, Address x, std::int64_t tokens, std::int64_t loaded_experts, std::int64_t pairs, Address experts,
+         Address offsets, Address pair_tokens, Address loaded, Address compute, Address bias, Address weights, Address out) {
+        down(w, at<const float>(x), tokens, pairs_of(loaded_experts, pairs, experts, offsets, pair_tokens, w.count, tokens),
              selection_of(loaded, compute), at<const float>(bias), at<const float>(weights), at<float>(out));
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
       "experts",
-      [](const Weights& up, const Weights& down, Address x, std::int64_t tokens, std::int64_t loaded_experts, Address ids,
-         Address offsets, Address pair_tokens, Address loaded, Address compute, Address up_bias, Address down_bias,
+      [](const Weights& up, const Weights& down, Address x, std::int64_t tokens, std::int64_t loaded_experts, std::int64_t pairs,
+         Address ids, Address offsets, Address pair_tokens, Address loaded, Address compute, Address up_bias, Address down_bias,
          int activation, bool gated, Address weights, Address out) {
-        experts(up, down, at<const float>(x), tokens, pairs_of(loaded_experts, ids, offsets, pair_tokens),
+        experts(up, down, at<const float>(x), tokens, pairs_of(loaded_experts, pairs, ids, offsets, pair_tokens, up.count, tokens),
                 selection_of(loaded, compute), at<const float>(up_bias), at<const float>(down_bias),
                 static_cast<Activation>(activation), gated, at<const float>(weights), at<float>(out));
       },

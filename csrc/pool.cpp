@@ -105,15 +105,25 @@ Pool*& pool() {
 
 }  // namespace
 
+std::recursive_mutex& busy() {
+  static auto* mutex = new std::recursive_mutex;  // leaked like the pool
+  return *mutex;
+}
+
 void set_threads(int threads) {
+  const std::lock_guard lock(busy());
   if (threads == pool()->size()) return;
   delete pool();
   pool() = new Pool(threads);
 }
 
-int threads() { return pool()->size(); }
+int threads() {
+  const std::lock_guard lock(busy());
+  return pool()->size();
+}
 
 void run_tasks(std::int64_t tasks, void (*body)(void*, std::int64_t, int), void* context) {
+  const std::lock_guard lock(busy());
   if (tasks == 1 || threads() == 1) {
     for (std::int64_t task = 0; task < tasks; ++task) body(context, task, 0);
   } else if (tasks > 1) {

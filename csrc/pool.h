@@ -3,9 +3,13 @@
 #pragma once
 
 #include <cstdint>
+#include <mutex>
 #include <type_traits>
 
 namespace edgexpert {
+
+// One call at a time uses the pool, and the memory that its users keep between calls; who keeps such memory holds this throughout.
+std::recursive_mutex& busy();
 
 void set_threads(int threads);  // the caller included
 int threads();

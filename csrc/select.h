@@ -1,4 +1,5 @@
-// Choosing channels, and sorting pairs: the torch functions of edgexpert/policy are the rules, these are the same sums without their sorts and copies.
+// Choosing channels, and sorting pairs: the torch functions of edgexpert/policy are the rules, these are the same sums without their
+// sorts and copies.
 #pragma once
 
 #include <cstdint>

@@ -12,7 +12,7 @@ import edgexpert
 from edgexpert.cli.show import sentence
 from edgexpert.errors import UserError
 
-PROPER_NAMES = ("EAGLE-3 ", "Medusa ")
+PROPER_NAMES = ("EAGLE-3 ", "Medusa ", "GGUF ", "EDGEXPERT_KERNELS ")
 
 
 def written_texts() -> Iterator[tuple[str, str]]:

@@ -50,7 +50,7 @@ def load(
     host = HostedModel(loaded.model, calibrated=read_calibrated(loaded.folder))
     drafting, notes = load_draft(draft, loaded.model, loaded.tokenizer, loaded.folder)
     weigher = ImportanceEncoder.from_pretrained(encoder) if encoder else None
-    engine = Engine(host, loaded.tokenizer, name=model, draft=drafting, encoder=weigher, notes=notes)
+    engine = Engine(host, loaded.tokenizer, name=model, draft=drafting, encoder=weigher, notes=[*loaded.notes, *notes])
     engine.set_policy(chosen)
     return engine
 

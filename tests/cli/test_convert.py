@@ -33,16 +33,16 @@ def test_a_dummy_needs_the_new_folder_alone_and_says_what_it_is(run: Run, tmp_pa
 def test_mistakes_are_one_sentence_and_exit_code_2(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "no.gguf").write_bytes(b"nothing")
     for arguments, sentence in (
-        ((tiny_checkpoint,), "give a checkpoint and a new folder"),
+        ((tiny_checkpoint,), "Give a checkpoint and a new folder"),
         ((tiny_checkpoint, tiny_checkpoint, "--group-size", 8), "exists"),
         ((tiny_checkpoint, tmp_path / "out"), "does not divide the 24 input channels"),
         ((tiny_checkpoint, tmp_path / "out", "--bits", 3), "cannot have 3 bits"),
-        ((tiny_checkpoint, tmp_path / "out", "--method", "awq"), "unknown --method awq"),
+        ((tiny_checkpoint, tmp_path / "out", "--method", "awq"), "Unknown --method awq"),
         ((tiny_checkpoint, tmp_path / "out", "--method", "gptq"), "belong together"),
         ((tiny_checkpoint, tmp_path / "out", "--keep", "head=8"), "--keep head=8 is not understood"),
         ((tmp_path / "no.gguf", tmp_path / "out"), "is not a GGUF file"),
-        ((tmp_path / "nowhere", tmp_path / "out"), "there is no model"),
-        (("--dummy", "gpt-7", tmp_path / "out"), "there is no shape"),
+        ((tmp_path / "nowhere", tmp_path / "out"), "There is no model"),
+        (("--dummy", "gpt-7", tmp_path / "out"), "There is no shape"),
         ((tiny_checkpoint, tmp_path / "out", "--to", "compressed-tensors"), "has no manifest.json"),
     ):
         result = run("convert", *arguments)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from edgexpert.conversion.sources.huggingface import HuggingFaceSource
-from edgexpert.packing.matrix import PackedMatrix, dequantise
+from edgexpert.kernels.packed import PackedMatrix, dequantise
 from edgexpert.packing.reading import Pack
 from tests.conftest import make_model, make_tokenizer
 

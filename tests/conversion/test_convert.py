@@ -18,9 +18,10 @@ from edgexpert.conversion.options import Options, parse_keep
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.conversion.writer import JOURNAL, Writer
 from edgexpert.errors import UserError
+from edgexpert.kernels.packed import PackedMatrix, dequantise
 from edgexpert.model.loading import load_model
 from edgexpert.packing.format import DENSE, EXPERTS, MANIFEST
-from edgexpert.packing.matrix import PackedMatrix, dequantise, quantise
+from edgexpert.packing.matrix import quantise
 from edgexpert.packing.reading import Pack, verify
 from tests.conftest import FAMILIES
 from tests.conversion.conftest import TINY, checkpoint, float_weights

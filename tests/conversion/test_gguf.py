@@ -14,7 +14,8 @@ from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.gguf import GgufSource
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.errors import UserError
-from edgexpert.packing.matrix import dequantise, quantise
+from edgexpert.kernels.packed import dequantise
+from edgexpert.packing.matrix import quantise
 from edgexpert.packing.reading import Pack
 from tests.conftest import make_model
 from tests.conversion.conftest import float_weights

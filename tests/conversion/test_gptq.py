@@ -17,8 +17,9 @@ from edgexpert.conversion.gptq import gptq
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.errors import UserError
+from edgexpert.kernels.packed import dequantise
 from edgexpert.model.loading import bundled_folder, load_model
-from edgexpert.packing.matrix import dequantise, quantise
+from edgexpert.packing.matrix import quantise
 from tests.conversion.conftest import checkpoint, float_weights
 
 

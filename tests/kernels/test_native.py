@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgexpert.kernels import native, packed
+from edgexpert.kernels import dense, native, packed
 from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs
+from edgexpert.packing.matrix import quantise
 
 ISAS = [path for path in native.available() if path != "torch"]
 pytestmark = pytest.mark.skipif(not ISAS, reason="built without native kernels")
 
-FORMATS = [(4, True), (4, False), (8, True), (16, True)]
-"""Bits, and whether there are no zero points."""
+FORMATS = [(4, False), (4, True), (8, False), (16, False)]
+"""Bits, and whether there are zero points."""
 
 
 @pytest.fixture(params=ISAS)
@@ -42,10 +44,12 @@ def close(got: Tensor, expected: Tensor, bits: int) -> bool:
     return torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def experts(count: int, channels: int, outputs: int, bits: int, group: int, symmetric: bool) -> PackedExperts:
-    matrix = packed.quantise(torch.randn(count, channels, outputs), bits, group, symmetric)
-    assert isinstance(matrix, PackedExperts)
-    return matrix
+def experts(count: int, channels: int, outputs: int, bits: int, group: int, zero_point: bool = False) -> PackedExperts:
+    matrices = [quantise(torch.randn(channels, outputs), bits, group, zero_point) for _ in range(count)]
+    parts = [[getattr(m, name) for m in matrices] for name in ("values", "scales", "zeros")]
+    values, scales, zeros = (None if part[0] is None else torch.stack(part) for part in parts)
+    assert values is not None
+    return PackedExperts(values, scales, zeros, channels, outputs, bits, group)
 
 
 def routing(tokens: int, count: int, per_token: int) -> Pairs:
@@ -66,8 +70,8 @@ def test_linear_equals_the_reference_for_any_shape(
     rows: int, groups: int, group: int, outputs: int, form: tuple[int, bool], seed: int
 ) -> None:
     torch.manual_seed(seed)
-    bits, symmetric = form
-    matrix = packed.quantise(torch.randn(groups * group, outputs), bits, group, symmetric)
+    bits, zero_point = form
+    matrix = quantise(torch.randn(groups * group, outputs), bits, group, zero_point)
     x, bias = torch.randn(rows, groups * group), torch.randn(outputs)
     expected = packed.linear(x, matrix, bias)
     for path in ISAS:
@@ -77,13 +81,13 @@ def test_linear_equals_the_reference_for_any_shape(
     native._native.select_isa("auto")
 
 
-@pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
+@pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
 @pytest.mark.parametrize("keep", [1.0, 0.4, 0.0])
-def test_experts_read_only_the_selected_channels(isa: str, bits: int, symmetric: bool, keep: float) -> None:
+def test_experts_read_only_the_selected_channels(isa: str, bits: int, zero_point: bool, keep: float) -> None:
     torch.manual_seed(0)
     hidden, inner, count = 96, 64, 6
-    up = experts(count, hidden, 2 * inner, bits, 32, symmetric)
-    lower = experts(count, inner, hidden, bits, 32, symmetric)
+    up = experts(count, hidden, 2 * inner, bits, 32, zero_point)
+    lower = experts(count, inner, hidden, bits, 32, zero_point)
     pairs = routing(7, count - 1, 2)  # at least one expert has no token
     x, weights = torch.randn(7, hidden), torch.rand(14)
     loaded, compute = torch.rand(count, hidden) < keep, torch.rand(14, hidden) < 0.7
@@ -107,7 +111,7 @@ def test_experts_read_only_the_selected_channels(isa: str, bits: int, symmetric:
 @pytest.mark.parametrize("gated", [True, False])
 def test_activation_functions_agree_with_torch(isa: str, activation: str, gated: bool) -> None:
     torch.manual_seed(1)
-    up = experts(3, 32, 64, 16, 32, True)
+    up = experts(3, 32, 64, 16, 32)
     pairs, x = routing(5, 3, 2), 3 * torch.randn(5, 32)
     got = native.gate_up(x, up, pairs, activation=activation, gated=gated)
     torch.testing.assert_close(got, packed.gate_up(x, up, pairs, activation=activation, gated=gated), rtol=1e-4, atol=1e-5)
@@ -116,8 +120,8 @@ def test_activation_functions_agree_with_torch(isa: str, activation: str, gated:
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_token_is_the_same_alone_and_in_any_company_and_with_any_threads(isa: str, bits: int) -> None:
     torch.manual_seed(2)
-    up, lower = experts(4, 256, 512, bits, 32, True), experts(4, 256, 256, bits, 32, True)
-    matrix = packed.quantise(torch.randn(256, 1100), bits)
+    up, lower = experts(4, 256, 512, bits, 32), experts(4, 256, 256, bits, 32)
+    matrix = quantise(torch.randn(256, 1100), bits, 32)
     x, weights = torch.randn(70, 256), torch.rand(140)
     expert = torch.randint(0, 3, (70, 1)) + torch.tensor([[0, 1]])
     pairs, order = Pairs.group(expert.flatten(), torch.arange(70).repeat_interleave(2))
@@ -139,8 +143,8 @@ def test_a_token_is_the_same_alone_and_in_any_company_and_with_any_threads(isa: 
 def test_all_instruction_sets_give_the_same_bits() -> None:
     torch.manual_seed(3)
     native.path()
-    for bits, symmetric in FORMATS:
-        up, lower = experts(4, 64, 192, bits, 32, symmetric), experts(4, 96, 64, bits, 32, symmetric)
+    for bits, zero_point in FORMATS:
+        up, lower = experts(4, 64, 192, bits, 32, zero_point), experts(4, 96, 64, bits, 32, zero_point)
         pairs, x, weights = routing(9, 4, 2), torch.randn(9, 64), torch.rand(18)
         results = []
         for path in ISAS:
@@ -152,7 +156,7 @@ def test_all_instruction_sets_give_the_same_bits() -> None:
 
 def test_experts_may_lie_apart_as_records_of_one_file_do(isa: str) -> None:
     torch.manual_seed(4)
-    whole = experts(3, 64, 96, 4, 32, True)
+    whole = experts(3, 64, 96, 4, 32)
     assert whole.scales is not None
     values, scales = whole.values[0].numel(), whole.scales[0].numel()
     record = torch.zeros(3, values + 2 * scales + 64, dtype=torch.uint8)
@@ -168,15 +172,15 @@ def test_experts_may_lie_apart_as_records_of_one_file_do(isa: str) -> None:
 
 
 def test_no_tokens_and_no_pairs_give_empty_results(isa: str) -> None:
-    matrix = packed.quantise(torch.randn(32, 8), 4)
+    matrix = quantise(torch.randn(32, 8), 4, 32)
     assert native.linear(torch.empty(0, 32), matrix).shape == (0, 8)
     nothing = Pairs(*(torch.zeros(n, dtype=torch.int64) for n in (0, 1, 0)))
-    lower = experts(2, 32, 8, 4, 32, True)
+    lower = experts(2, 32, 8, 4, 32)
     assert torch.equal(native.down(torch.empty(0, 32), lower, nothing, torch.empty(0), 3), torch.zeros(3, 8))
 
 
 def test_an_infinity_in_a_token_shows_in_its_result_and_in_no_other(isa: str) -> None:
-    matrix = packed.quantise(torch.randn(64, 40), 4)
+    matrix = quantise(torch.randn(64, 40), 4, 32)
     x = torch.randn(3, 64)
     x[1, 5] = torch.nan
     got = native.linear(x, matrix)
@@ -184,7 +188,7 @@ def test_an_infinity_in_a_token_shows_in_its_result_and_in_no_other(isa: str) ->
 
 
 def test_wrong_shapes_and_types_are_refused_before_memory_is_touched() -> None:
-    matrix = packed.quantise(torch.randn(64, 40), 4)
+    matrix = quantise(torch.randn(64, 40), 4, 32)
     with pytest.raises(ValueError, match="expected float32"):
         native.linear(torch.randn(2, 32), matrix)
     with pytest.raises(ValueError, match="expected float32"):
@@ -192,3 +196,65 @@ def test_wrong_shapes_and_types_are_refused_before_memory_is_touched() -> None:
     bad = PackedMatrix(matrix.values[:32], matrix.scales, None, 64, 40, 4, 32)
     with pytest.raises(ValueError, match="expected contiguous"):
         native.linear(torch.randn(2, 64), bad)
+
+
+@pytest.mark.parametrize("wrong", [
+    "expert", "negative expert", "token", "offsets", "end", "loaded", "compute", "bias", "weights", "rows",
+])
+def test_ids_masks_and_vectors_that_do_not_fit_are_refused_before_memory_is_touched(wrong: str) -> None:
+    torch.manual_seed(5)
+    lower = experts(4, 32, 8, 4, 32)
+    good = Pairs(torch.tensor([1, 3]), torch.tensor([0, 2, 3]), torch.tensor([0, 1, 1]))
+    ids, offsets, tokens = good.experts.clone(), good.offsets.clone(), good.tokens.clone()
+    arguments: dict[str, Tensor | None] = dict(
+        loaded=torch.ones(4, 32, dtype=torch.bool), compute=torch.ones(3, 32, dtype=torch.bool), bias=torch.zeros(4, 8)
+    )
+    x, weights = torch.randn(3, 32), torch.ones(3)
+    native.down(x, lower, good, weights, 2, **arguments)
+    match wrong:
+        case "expert":
+            ids[1] = 4
+        case "negative expert":
+            ids[0] = -1
+        case "token":
+            tokens[2] = 2
+        case "offsets":
+            offsets[1] = 4
+        case "end":
+            offsets[2] = 4
+        case "weights":
+            weights = torch.ones(2)
+        case "rows":
+            x = torch.randn(2, 32)
+        case _:
+            given = arguments[wrong]
+            assert given is not None
+            arguments[wrong] = given[:-1]
+    with pytest.raises(ValueError, match=r"out of range|offsets|expected"):
+        native.down(x, lower, Pairs(ids, offsets, tokens), weights, 2, **arguments)
+
+
+def test_calls_from_two_threads_at_once_give_what_they_give_one_after_the_other() -> None:
+    torch.manual_seed(6)
+    native.set_threads(3)
+    up, lower = experts(4, 64, 256, 4, 32), experts(4, 128, 64, 8, 32)
+    pairs, x, weights = routing(33, 4, 2), torch.randn(33, 64), torch.rand(66)
+    matrix = torch.randn(300, 64)
+    query, key, value = torch.randn(8, 33, 64), torch.randn(4, 90, 64), torch.randn(4, 90, 64)
+    score, mask = torch.rand(66, 64), torch.rand(66, 64) < 0.5
+    expert, depth = torch.arange(66) % 4, torch.arange(66) // 20
+    calls: list[Callable[[], Tensor]] = [
+        lambda: native.run_experts(x, up, lower, pairs, weights),
+        lambda: dense.linear(x, matrix),
+        lambda: dense.attention(query, key, value, None, 0.1),
+        lambda: native.salient_channels(score, mask, expert, depth, 4, 0.5),
+        lambda: dense.rms_norm(matrix, torch.ones(64), 1e-6),
+    ]
+    expected = [call() for call in calls]
+
+    def repeat(shift: int) -> bool:
+        turns = [(i * shift) % len(calls) for i in range(150)]  # each thread in another order
+        return all(torch.equal(calls[i](), expected[i]) for i in turns)
+
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(repeat, (1, 2), timeout=60))

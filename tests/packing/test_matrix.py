@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgexpert.errors import UserError
-from edgexpert.packing.matrix import LEVELS, PADDING, columns, decode, dequantise, quantise, relative_error
+from edgexpert.kernels.packed import dequantise
+from edgexpert.packing.matrix import LEVELS, PADDING, columns, decode, quantise, relative_error
 
 
 def weights(channels: int, outputs: int, seed: int) -> torch.Tensor:

@@ -46,6 +46,10 @@ class Options:
                                           "[default: the bundled MiniLM]", show_default=False),
     ] = None
 
+    threads: Annotated[
+        int | None, typer.Option(help="Threads that compute. [default: one for each processor]", show_default=False)
+    ] = None
+
     policy: Annotated[
         str, typer.Option(metavar="NAME", help="exact, pruned, reuse, coalesced, edgexpert, moe-pruner or edgemoe.")
     ] = "exact"
@@ -81,8 +85,14 @@ class Options:
     def load(self) -> Engine:
         """The engine that these options ask for. What can be checked without the model is checked first."""
         policy = self.policy_named(self.policy)
-        import edgexpert
+        import torch
 
+        import edgexpert
+        from edgexpert.kernels import native
+
+        if self.threads is not None:
+            native.set_threads(self.threads)
+            torch.set_num_threads(self.threads)
         return edgexpert.load(
             self.model, draft=self.draft, policy=policy, dtype=self.dtype, device=self.device, encoder=self.encoder
         )

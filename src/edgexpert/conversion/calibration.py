@@ -24,8 +24,9 @@ from edgexpert.conversion.layout import Layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
 from edgexpert.errors import UserError
+from edgexpert.kernels.packed import PackedMatrix, dequantise
 from edgexpert.model.blocks import MoeBlock, decoder_layers, find_blocks
-from edgexpert.packing.matrix import PackedMatrix, dequantise, quantise
+from edgexpert.packing.matrix import quantise
 
 SEQUENCES = 128
 LENGTH = 512

@@ -119,7 +119,7 @@ def _matrices(
         try:
             packed = quantise(weight, matrix.bits, options.group_size, options.zero_point)
         except UserError as error:
-            raise UserError(f"{name}: {error}") from error
+            raise UserError(f"the tensor {name} cannot be packed: {error}") from error
         facts["errors"].append(relative_error(weight, packed))
         yield packed
 

@@ -23,8 +23,9 @@ from edgexpert.conversion.sources.huggingface import EXTRAS, INDEX
 from edgexpert.conversion.sources.source import meta_model
 from edgexpert.conversion.writer import unfinished
 from edgexpert.errors import UserError
+from edgexpert.kernels.packed import PackedMatrix, dequantise
 from edgexpert.packing.format import DENSE, EXPERTS, LayerLayout
-from edgexpert.packing.matrix import PackedMatrix, decode, dequantise
+from edgexpert.packing.matrix import decode
 from edgexpert.packing.reading import Pack
 
 OWN_SETTINGS = ("edgexpert_dummy",)
@@ -81,7 +82,10 @@ class Exporter:
                 stored.update(self.names(name, weight if layer.transposed else weight.transpose(1, 2).contiguous()))
                 continue
             if layer.transposed:
-                raise UserError(f"{self.pack.config.model_type} stores its experts in a way that this format has no place for")
+                raise UserError(
+                    f"the model type {self.pack.config.model_type} stores its experts "
+                    "in a way that this format has no place for"
+                )
             codes, scales, zeros = zip(*(signed(matrices[e]) for e in range(layer.experts)), strict=True)
             joined = None if zeros[0] is None else torch.stack(zeros)
             stored.update(self.parts(name, torch.stack(codes), torch.stack(scales), joined, matrices.bits))
@@ -135,7 +139,7 @@ def export(source: Path, destination: Path, advance: Advance = lambda done, tota
     require_library()
     pack = Pack(source)
     if destination.exists():
-        raise UserError(f"{destination} exists; give another folder, or remove it first")
+        raise UserError(f"the folder {destination} exists; give another folder, or remove it first")
     folder = unfinished(destination)
     shutil.rmtree(folder, ignore_errors=True)  # a shard takes seconds: an interrupted export begins anew
     folder.mkdir(parents=True)
@@ -154,7 +158,7 @@ def export(source: Path, destination: Path, advance: Advance = lambda done, tota
         exporter.save_config()
         folder.rename(destination)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}); make room or give another folder") from error
+        raise UserError(f"the folder {folder} cannot be written ({error.strerror}); make room or give another folder") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

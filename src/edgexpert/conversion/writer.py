@@ -49,7 +49,7 @@ class Writer:
         self.folder = unfinished(destination)
         self.finished: dict[str, dict[str, Any]] = {}
         if destination.exists():
-            raise UserError(f"{destination} exists; give another folder, or remove it first")
+            raise UserError(f"the folder {destination} exists; give another folder, or remove it first")
         header = self._dense_header()
         self._dense_start = len(header)
         entries = self._read_journal()
@@ -73,7 +73,7 @@ class Writer:
 
     def _begin(self, request: dict[str, Any]) -> None:
         if self.folder.exists() and {path.name for path in self.folder.iterdir()} - {JOURNAL}:
-            raise UserError(f"{self.folder} is in the way and holds no conversion; remove it")
+            raise UserError(f"the folder {self.folder} is in the way and holds no conversion; remove it")
         with self._disk():
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             self._check_space()
@@ -83,7 +83,7 @@ class Writer:
     def _resume(self, entries: list[dict[str, Any]], request: dict[str, Any]) -> None:
         if entries[0]["request"] != json.loads(json.dumps(request)):
             raise UserError(
-                f"{self.folder} holds an unfinished conversion of another source or with other options; "
+                f"the folder {self.folder} holds an unfinished conversion of another source or with other options; "
                 "give those again to continue it, or remove the folder"
             )
         self.finished = {entry["name"]: entry for entry in entries[1:]}
@@ -105,7 +105,7 @@ class Writer:
         free = shutil.disk_usage(self.folder.parent).free
         if free < needed:
             raise UserError(
-                f"{self.folder.parent} has {free / 1e9:.1f} GB free and the packed checkpoint takes {needed / 1e9:.1f} GB; "
+                f"the folder {self.folder.parent} has {free / 1e9:.1f} GB free and the checkpoint takes {needed / 1e9:.1f} GB; "
                 "make room, or give a folder on another disk"
             )
 
@@ -118,7 +118,7 @@ class Writer:
                 raise UserError(
                     f"the disk is full; make room and give the same command again to continue, or remove {self.folder}"
                 ) from error
-            raise UserError(f"{self.folder} cannot be written ({error.strerror}); give a folder that can") from error
+            raise UserError(f"the folder {self.folder} cannot be written ({error.strerror}); give a folder that can") from error
 
     def write_experts(self, name: str, matrices: Iterator[PackedMatrix], facts: dict[str, Any]) -> None:
         """All experts' matrices of one parameter. ``facts`` go into the journal; they may be filled by the iteration."""

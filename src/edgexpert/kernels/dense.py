@@ -13,13 +13,20 @@ from torch.nn import functional as F
 from edgexpert.kernels import native
 
 
+def _check(tensor: Tensor, *shape: int) -> None:
+    if tensor.dtype != torch.float32 or tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(f"expected contiguous float32 {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x`` [..., n] over its root mean square, times ``weight`` [n]."""
     if native.path() == "torch":
         return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
-    x = x.contiguous()
-    out = torch.empty_like(x)
     n = x.shape[-1]
+    x = x.contiguous()
+    _check(x, *x.shape)
+    _check(weight, n)
+    out = torch.empty_like(x)
     native._native.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, eps)
     return out
 
@@ -30,6 +37,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     n, outputs = x.shape[-1], len(weight)
     x = x.contiguous()
+    _check(x, *x.shape)
+    _check(weight, outputs, n)
     out = x.new_empty(*x.shape[:-1], outputs)
     native._native.float_linear(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, outputs)
     return out
@@ -52,10 +61,15 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
             mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
         out = F.scaled_dot_product_attention(query[None], key[None], value[None], mask, scale=scale, enable_gqa=True)
         return out[0].transpose(0, 1)
-    assert query.stride(2) == key.stride(2) == value.stride(2) == 1 and query.dtype == key.dtype == value.dtype == torch.float32
-    assert mask is None or (mask.dtype == torch.bool and mask.is_contiguous())
-    out = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+    heads, tokens, dim = query.shape
+    kv_heads, keys, _ = key.shape
+    fits = heads % kv_heads == 0 and key.shape[2] == dim and value.shape[:2] == key.shape[:2] and tokens <= keys
+    if not fits or any(x.dtype != torch.float32 or x.stride(2) != 1 for x in (query, key, value)):
+        raise ValueError(f"queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit")
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != (tokens, keys) or not mask.is_contiguous()):
+        raise ValueError(f"expected a contiguous bool mask ({tokens}, {keys}), not {mask.dtype} {tuple(mask.shape)}")
+    out = query.new_empty(tokens, heads, value.shape[2])
     arrays = [number for x in (query, key, value) for number in (x.data_ptr(), *x.stride()[:2])]
-    sizes = (len(query), len(key), query.shape[1], key.shape[1], query.shape[2], value.shape[2])
+    sizes = (heads, kv_heads, tokens, keys, dim, value.shape[2])
     native._native.attention(*arrays, 0 if mask is None else mask.data_ptr(), out.data_ptr(), *sizes, scale)
     return out

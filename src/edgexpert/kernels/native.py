@@ -29,6 +29,7 @@ except ImportError:  # installed without a compiler
     _native = None
 
 PATHS = ("auto", "avx512", "avx2", "portable", "torch")
+MAX_THREADS = 1024
 _ACTIVATIONS = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "identity"))}
 
 
@@ -37,13 +38,13 @@ def path() -> str:
     """What computes: "avx512", "avx2", "portable", or "torch" where the compiled kernels are absent or not wanted."""
     wanted = os.environ.get("EDGEXPERT_KERNELS", "auto")
     if wanted not in PATHS:
-        raise UserError(f"EDGEXPERT_KERNELS is {wanted}; set it to one of {', '.join(PATHS)}.")
+        raise UserError(f"EDGEXPERT_KERNELS is {wanted}; set it to one of {', '.join(PATHS)}")
     if wanted == "torch" or (_native is None and wanted == "auto"):
         return "torch"
     if _native is None:
-        raise UserError(f"EDGEXPERT_KERNELS asks for {wanted}, but EdgeXpert was installed without a compiler; set it to torch.")
+        raise UserError(f"EDGEXPERT_KERNELS asks for {wanted}, but EdgeXpert was installed without a compiler; set it to torch")
     if not _native.select_isa(wanted):
-        raise UserError(f"EDGEXPERT_KERNELS asks for {wanted}, which this processor lacks; set it to auto.")
+        raise UserError(f"EDGEXPERT_KERNELS asks for {wanted}, which this processor lacks; set it to auto")
     return str(_native.isa())
 
 
@@ -53,16 +54,20 @@ def available() -> list[str]:
 
 
 def set_threads(threads: int) -> None:
-    """How many threads the kernels use (at first, one for each processor)."""
-    if threads < 1:
-        raise UserError(f"Use at least 1 thread, not {threads}.")
+    """How many threads the compiled kernels use (at first, one for each processor).
+
+    Raises:
+        UserError: the number is not from 1 to 1024.
+    """
+    if not 1 <= threads <= MAX_THREADS:
+        raise UserError(f"`threads` must be from 1 to {MAX_THREADS}, not {threads}")
     if _native is not None:
         _native.set_threads(threads)
 
 
 def get_threads() -> int:
-    """How many threads the kernels use."""
-    return torch.get_num_threads() if _native is None else int(_native.threads())
+    """How many threads compute, PyTorch's where that does."""
+    return torch.get_num_threads() if path() == "torch" else int(_native.threads())
 
 
 def _bind(matrix: PackedMatrix) -> Any:
@@ -101,11 +106,12 @@ def _float(x: Tensor, columns: int) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _address(tensor: Tensor | None, kind: torch.dtype) -> int:
+def _address(tensor: Tensor | None, kind: torch.dtype, *shape: int) -> int:
     if tensor is None:
         return 0
-    if tensor.dtype != kind or not tensor.is_contiguous():
-        raise ValueError(f"expected contiguous {kind}, not {tensor.dtype} with strides {tensor.stride()}")
+    if tensor.dtype != kind or tensor.shape != shape or not tensor.is_contiguous():
+        found = f"{tensor.dtype} {tuple(tensor.shape)} of strides {tensor.stride()}"
+        raise ValueError(f"expected contiguous {kind} {shape}, not {found}")
     return tensor.data_ptr()
 
 
@@ -113,9 +119,23 @@ def _pairs(pairs: Pairs) -> tuple[int, ...]:
     """The native arguments of pairs, made once: a layer's pairs serve gate/up and down."""
     bound: tuple[int, ...] | None = pairs.__dict__.get("_native")
     if bound is None:
-        bound = (len(pairs.experts), *(_address(t, torch.int64) for t in (pairs.experts, pairs.offsets, pairs.tokens)))
+        loaded, count = len(pairs.experts), len(pairs.tokens)
+        arrays = ((pairs.experts, loaded), (pairs.offsets, loaded + 1), (pairs.tokens, count))
+        bound = (loaded, count, *(_address(tensor, torch.int64, size) for tensor, size in arrays))
         pairs.__dict__["_native"] = bound
     return bound
+
+
+def _selection(
+    experts: PackedExperts, pairs: Pairs, loaded: Tensor | None, compute: Tensor | None, bias: Tensor | None
+) -> tuple[int, int, int]:
+    """The native arguments of a selection, and of a bias."""
+    count = len(experts.values)
+    return (
+        _address(loaded, torch.bool, count, experts.channels),
+        _address(compute, torch.bool, len(pairs.tokens), experts.channels),
+        _address(bias, torch.float32, count, experts.outputs),
+    )
 
 
 def group(routing: Routing) -> tuple[Pairs, Tensor]:
@@ -126,7 +146,7 @@ def group(routing: Routing) -> tuple[Pairs, Tensor]:
     pairs = len(expert)
     experts, offsets = expert.new_empty(count), expert.new_empty(count + 1)
     tokens, order = torch.empty_like(expert), torch.empty_like(expert)
-    addresses = [_address(t, torch.int64) for t in (expert, token, experts, offsets, tokens, order)]
+    addresses = [_address(t, torch.int64, len(t)) for t in (expert, token, experts, offsets, tokens, order)]
     loaded = _native.group(pairs, count, *addresses)
     return Pairs(experts[:loaded], offsets[: loaded + 1], tokens), order
 
@@ -138,13 +158,13 @@ def computes(x: Tensor) -> bool:
 
 def needed_channels(activations: Tensor, routing: Routing, keep_channels: float) -> Tensor:
     """`edgexpert.policy.pruning.needed_channels` without its sort."""
-    x, (pairs, channels) = activations.contiguous(), activations.shape
+    pairs, channels = len(routing.pair_token), activations.shape[1]
+    x = activations.contiguous()
     weight, tokens = routing.pair_weight.float().contiguous(), len(routing.experts)
     offsets = F.pad(torch.bincount(routing.pair_token, minlength=tokens).cumsum(0), (1, 0))
     mask = torch.empty(pairs, channels, dtype=torch.bool)
-    _native.needed_channels(
-        x.data_ptr(), weight.data_ptr(), offsets.data_ptr(), tokens, channels, keep_channels, mask.data_ptr()
-    )
+    arrays = (_address(x, torch.float32, pairs, channels), weight.data_ptr(), offsets.data_ptr())
+    _native.needed_channels(*arrays, tokens, channels, keep_channels, mask.data_ptr())
     return mask
 
 
@@ -154,8 +174,13 @@ def salient_channels(
     """`edgexpert.policy.coalescing.salient_channels` in one pass."""
     pairs, channels = score.shape
     loaded = torch.zeros(num_experts, channels, dtype=torch.bool)
-    arrays = [t.contiguous() for t in (score, mask, pair_expert, pair_depth)]
-    _native.salient_channels(*(t.data_ptr() for t in arrays), pairs, channels, selection_ratio, num_experts, loaded.data_ptr())
+    matrices = [tensor.contiguous() for tensor in (score, mask)]
+    of_pairs = [tensor.contiguous() for tensor in (pair_expert, pair_depth)]
+    arrays = [
+        *(_address(tensor, kind, pairs, channels) for tensor, kind in zip(matrices, (torch.float32, torch.bool), strict=True)),
+        *(_address(tensor, torch.int64, pairs) for tensor in of_pairs),
+    ]
+    _native.salient_channels(*arrays, pairs, channels, selection_ratio, num_experts, loaded.data_ptr())
     return loaded
 
 
@@ -180,7 +205,13 @@ def attention_layer(
         matrices: of queries, keys, values and output; ``biases`` likewise.
         head_norms: RMSNorm of queries and of keys, for each head or (not ``per_head``) over all heads together.
     """
-    addresses = [_address(t, torch.float32) for t in (*biases, norm, *head_norms)]
+    hidden, width, kv_width = matrices[0].channels, heads * dim, kv_heads * dim
+    shapes = [(hidden, width), (hidden, kv_width), (hidden, kv_width), (width, hidden)]
+    if [(matrix.channels, matrix.outputs) for matrix in matrices] != shapes or heads % kv_heads:
+        raise ValueError(f"expected matrices of {shapes}")
+    widths = [*(outputs for _, outputs in shapes), hidden, *((dim, dim) if per_head else (width, kv_width))]
+    vectors = zip((*biases, norm, *head_norms), widths, strict=True)
+    addresses = [_address(vector, torch.float32, size) for vector, size in vectors]
     bound = [_bind(matrix) for matrix in matrices]
     return _native.AttentionLayer(*bound, *addresses, per_head, heads, kv_heads, dim, eps, scale, residual, clip)
 
@@ -189,11 +220,16 @@ def run_attention_layer(
     layer: Any, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int, mask: Tensor | None, out: Tensor
 ) -> None:
     """``out`` = ``x`` [1, T, H] + its attention; appends to the cache ``keys`` and ``values`` [1, kv heads, capacity, dim] behind
-    ``length`` tokens."""
-    arrays = [_address(t, torch.float32) for t in (cos, sin, keys, values)]
-    _native.AttentionLayer.run(
-        layer, x.data_ptr(), x.shape[1], *arrays, keys.shape[2], length, _address(mask, torch.bool), out.data_ptr()
-    )
+    ``length`` tokens. ``cos`` and ``sin`` are [1, T, dim]; ``mask`` is [1, 1, T, length + T], or None for a text."""
+    tokens, hidden = x.shape[1:]
+    kv_heads, capacity, dim = keys.shape[1:]
+    if length + tokens > capacity:
+        raise ValueError(f"{length} + {tokens} tokens in a cache for {capacity}")
+    states, rotary, cache = (1, tokens, hidden), (1, tokens, dim), (1, kv_heads, capacity, dim)
+    arrays = [_address(t, torch.float32, *shape) for t, shape in ((cos, rotary), (sin, rotary), (keys, cache), (values, cache))]
+    seen = _address(mask, torch.bool, 1, 1, tokens, length + tokens)
+    into = _address(out, torch.float32, *states)
+    _native.AttentionLayer.run(layer, _address(x, torch.float32, *states), tokens, *arrays, capacity, length, seen, into)
 
 
 def expert_layer(
@@ -218,7 +254,7 @@ def linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tenso
         return packed.linear(x, matrix, bias)
     x = _float(x, matrix.channels)
     out = x.new_empty(len(x), matrix.outputs)
-    _native.linear(_bind(matrix), x.data_ptr(), len(x), _address(bias, torch.float32), out.data_ptr())
+    _native.linear(_bind(matrix), x.data_ptr(), len(x), _address(bias, torch.float32, matrix.outputs), out.data_ptr())
     return out
 
 
@@ -237,7 +273,7 @@ def gate_up(
         return packed.gate_up(x, experts, pairs, loaded, compute, bias, activation, gated)
     x = _float(x, experts.channels)
     out = x.new_empty(len(pairs.tokens), experts.outputs // 2 if gated else experts.outputs)
-    selection = (_address(loaded, torch.bool), _address(compute, torch.bool), _address(bias, torch.float32))
+    selection = _selection(experts, pairs, loaded, compute, bias)
     _native.gate_up(
         _bind(experts), x.data_ptr(), len(x), *_pairs(pairs), *selection, _ACTIVATIONS[activation], gated, out.data_ptr()
     )
@@ -258,9 +294,11 @@ def down(
     if path() == "torch":
         return packed.down(activations, experts, pairs, weights, tokens, loaded, compute, bias)
     x = _float(activations, experts.channels)
+    if len(x) != len(pairs.tokens):
+        raise ValueError(f"expected a row for each of {len(pairs.tokens)} pairs, not {len(x)}")
     out = x.new_empty(tokens, experts.outputs)
-    selection = (_address(loaded, torch.bool), _address(compute, torch.bool), _address(bias, torch.float32))
-    weight = _address(weights, torch.float32)
+    selection = _selection(experts, pairs, loaded, compute, bias)
+    weight = _address(weights, torch.float32, len(pairs.tokens))
     _native.down(_bind(experts), x.data_ptr(), tokens, *_pairs(pairs), *selection, weight, out.data_ptr())
     return out
 
@@ -283,6 +321,9 @@ def run_experts(
         inner = packed.gate_up(x, gate_up_experts, pairs, loaded, compute, gate_up_bias, activation, gated)
         return packed.down(inner, down_experts, pairs, weights, len(x), bias=down_bias)
     x = _float(x, gate_up_experts.channels)
+    width, count = gate_up_experts.outputs // (2 if gated else 1), len(gate_up_experts.values)
+    if width != down_experts.channels or count != len(down_experts.values):
+        raise ValueError(f"gate/up of {count} x {width} outputs, down of {len(down_experts.values)} x {down_experts.channels}")
     out = x.new_empty(len(x), down_experts.outputs)
     _native.experts(
         _bind(gate_up_experts),
@@ -290,13 +331,11 @@ def run_experts(
         x.data_ptr(),
         len(x),
         *_pairs(pairs),
-        _address(loaded, torch.bool),
-        _address(compute, torch.bool),
-        _address(gate_up_bias, torch.float32),
-        _address(down_bias, torch.float32),
+        *_selection(gate_up_experts, pairs, loaded, compute, gate_up_bias),
+        _address(down_bias, torch.float32, count, down_experts.outputs),
         _ACTIVATIONS[activation],
         gated,
-        _address(weights, torch.float32),
+        _address(weights, torch.float32, len(pairs.tokens)),
         out.data_ptr(),
     )
     return out

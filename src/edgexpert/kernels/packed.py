@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from edgexpert.errors import UserError
-
 ALIGNMENT = 32
 """Rows are padded to a multiple of this many outputs."""
 
@@ -81,48 +79,6 @@ class Pairs:
         order = torch.argsort(expert, stable=True)
         experts, counts = expert.unique(return_counts=True)
         return cls(experts, F.pad(counts.cumsum(0), (1, 0)), token[order]), order
-
-
-def quantise(weight: Tensor, bits: int, group: int = 32, symmetric: bool = True) -> PackedMatrix:
-    """Round-to-nearest packing of float weights [C, N], or [E, C, N] as `PackedExperts`.
-
-    4 bits: symmetric scales map the value of largest magnitude in a group to -8; otherwise the range of a group (zero
-    included) maps to 0..15.
-    """
-    *_, channels, outputs = weight.shape
-    if channels % 4:
-        raise UserError(f"Packed weights need a multiple of 4 input channels; this matrix has {channels}.")
-    if bits not in (4, 8, 16):
-        raise UserError(f"Packed weights have 4, 8 or 16 bits, not {bits}.")
-    if bits != 16 and (group % 4 or channels % group):
-        raise UserError(f"Choose a group size that is a multiple of 4 and divides {channels} channels; {group} is not.")
-    weight = F.pad(weight.float(), (0, -outputs % ALIGNMENT))
-    make = PackedExperts if weight.dim() == 3 else PackedMatrix
-    if bits == 16:
-        return make(weight.to(torch.bfloat16), None, None, channels, outputs, bits, group)
-
-    grouped = weight.unflatten(-2, (channels // group, group))
-    zeros = None
-    if bits == 8:
-        scales = grouped.abs().amax(-2) / 127
-    elif symmetric:
-        scales = grouped.gather(-2, grouped.abs().argmax(-2, keepdim=True)).squeeze(-2) / -8
-    else:
-        low, high = grouped.amin(-2).clamp(max=0), grouped.amax(-2).clamp(min=0)
-        scales = (high - low) / 15
-    stored = scales.to(torch.float16)
-    divisor = stored.float().where(stored != 0, torch.ones(()))
-    q = (grouped / divisor.unsqueeze(-2)).round()
-    if bits == 8:
-        values = q.clamp(-127, 127).to(torch.int8).flatten(-3, -2)
-        return make(values, stored, None, channels, outputs, bits, group)
-    if symmetric:
-        zero = torch.full_like(scales, 8.0)
-    else:
-        zero = (-low / divisor).round().clamp(0, 15)
-        zeros = zero.to(torch.uint8)
-    nibbles = (q + zero.unsqueeze(-2)).clamp(0, 15).to(torch.uint8).flatten(-3, -2)
-    return make(nibbles[..., 0::2] | nibbles[..., 1::2] << 4, stored, zeros, channels, outputs, bits, group)
 
 
 def dequantise(matrix: PackedMatrix) -> Tensor:

@@ -15,8 +15,10 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
 from edgexpert.errors import UserError
+from edgexpert.kernels import native
 from edgexpert.model.bundled import is_packed, load_packed
 from edgexpert.model.packed import load_pack
+from edgexpert.packing.format import read_manifest
 from edgexpert.packing.reading import is_pack
 
 BUNDLED = ("stories",)
@@ -25,12 +27,18 @@ DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model, its tokenizer and where they came from."""
+    """A model, its tokenizer and where they came from.
+
+    Attributes:
+        folder: None for a Hub name.
+        notes: what the user should know about how it computes.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     name: str
-    folder: Path | None  # None for a Hub name
+    folder: Path | None
+    notes: tuple[str, ...] = ()
 
 
 def bundled_folder(name: str) -> Path:
@@ -90,7 +98,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
         if folder is not None and is_pack(folder):
             if torch.device(device).type != "cpu":
                 raise UserError(f"the packed checkpoint {name} runs on the CPU; use --device cpu, or the original checkpoint")
-            return LoadedModel(load_pack(folder), _load_tokenizer(source, name), name, folder)
+            return LoadedModel(load_pack(folder), _load_tokenizer(source, name), name, folder, _notes(folder))
         if folder is not None and is_packed(folder):
             model = load_packed(folder, config, DTYPES[dtype])
         else:
@@ -109,6 +117,14 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise UserError(_explain(name, folder, error)) from error
     return LoadedModel(model.to(device), tokenizer, name, folder)
+
+
+def _notes(pack: Path) -> tuple[str, ...]:
+    """What computes on a packed checkpoint, and whether its text means something."""
+    path, threads = native.path(), native.get_threads()
+    kernels = "PyTorch instead of compiled kernels" if path == "torch" else f"{path} kernels"
+    computing = f"packed weights, {kernels}, {threads} thread{'s' * (threads != 1)}"
+    return (computing, "random weights: speed only, the text means nothing") if read_manifest(pack).dummy else (computing,)
 
 
 def _load_tokenizer(source: str, name: str) -> PreTrainedTokenizerBase:

@@ -33,7 +33,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
         if isinstance(tensor, PackedMatrix):
             bias = tensors.get(name.removesuffix("weight") + "bias")
             assert bias is None or isinstance(bias, Tensor)
-            model.set_submodule(name.removesuffix(".weight"), PackedLinear(tensor, bias))
+            model.set_submodule(name.removesuffix(".weight"), PackedLinear(tensor, None if bias is None else bias.float()))
     for name, tensor in tensors.items():
         owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
@@ -54,7 +54,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
     experts = {id(p) for block in blocks for p in block.experts.parameters()}
     missing = [name for name, p in model.named_parameters() if p.is_meta and id(p) not in experts]
     if missing:
-        raise UserError(f"{folder} lacks the tensor {missing[0]}; convert the checkpoint again")
+        raise UserError(f"the folder {folder} lacks the tensor {missing[0]}; convert the checkpoint again")
     use_native_layers(model.eval(), blocks)
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():

@@ -134,10 +134,10 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         stored = json.loads(path.read_text())
         if stored.get("format") != FORMAT:
-            raise UserError(f"{path} is not the manifest of a packed checkpoint; make one with edgexpert convert")
+            raise UserError(f"the file {path} is not the manifest of a packed checkpoint; make one with edgexpert convert")
         if stored["format_version"] > VERSION:
             raise UserError(
-                f"{folder} has format version {stored['format_version']}, and this edgexpert reads versions up to {VERSION}; "
+                f"the folder {folder} has format version {stored['format_version']}, and this edgexpert reads up to {VERSION}; "
                 "install a newer edgexpert"
             )
         stored["layers"] = [
@@ -147,9 +147,9 @@ def read_manifest(folder: Path) -> Manifest:
         stored["linears"] = {name: Linear(**linear) for name, linear in stored["linears"].items()}
         return Manifest(**stored)
     except FileNotFoundError:
-        raise UserError(f"{folder} has no {MANIFEST}; make a packed checkpoint with edgexpert convert") from None
+        raise UserError(f"the folder {folder} has no {MANIFEST}; make a packed checkpoint with edgexpert convert") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}); convert the checkpoint again") from error
+        raise UserError(f"the file {path} is damaged ({error}); convert the checkpoint again") from error
 
 
 def _matrix(stored: dict[str, Any]) -> MatrixLayout:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from edgexpert.errors import UserError
 from edgexpert.kernels.packed import ALIGNMENT as PADDING
-from edgexpert.kernels.packed import PackedMatrix
+from edgexpert.kernels.packed import PackedMatrix, dequantise
 
 SYMMETRIC_ZERO = 8
 BITS = (4, 8, 16)
@@ -126,16 +126,6 @@ def decode(matrix: PackedMatrix) -> Tensor:
     if matrix.bits == 4:
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
     return values[:, : matrix.outputs]
-
-
-def dequantise(matrix: PackedMatrix) -> Tensor:
-    """The float32 weights [C, N]."""
-    codes = decode(matrix)
-    if matrix.scales is None:
-        return codes.float()
-    scales, zeros = (None if part is None else part[:, : matrix.outputs] for part in (matrix.scales, matrix.zeros))
-    assert scales is not None
-    return weights_of_codes(codes, scales, zeros, matrix.bits)
 
 
 def columns(matrix: PackedMatrix, start: int, stop: int) -> PackedMatrix:

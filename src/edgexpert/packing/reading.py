@@ -31,7 +31,10 @@ class Pack:
             known, path = self.manifest.files.get(name), folder / name
             size = path.stat().st_size if path.is_file() else None
             if known is not None and size != known["bytes"]:
-                raise UserError(f"{path} should have {known['bytes']} bytes and has {size or 0}; convert the checkpoint again")
+                raise UserError(
+                    f"the file {path} should have {known['bytes']} bytes and has {size or 0}; "
+                    "convert the checkpoint again"
+                )
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -66,14 +69,14 @@ class Pack:
             with safe_open(self.folder / DENSE, "pt") as file:
                 stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{self.folder / DENSE} is damaged ({error}); convert the checkpoint again") from error
+            raise UserError(f"the file {self.folder / DENSE} is damaged ({error}); convert the checkpoint again") from error
         packed = [name for name in stored if name.endswith((".values", ".scales", ".zeros"))]
         stored |= zip(packed, gathered([stored[name] for name in packed]), strict=True)
         tensors: dict[str, Tensor | PackedMatrix] = {}
         for name, linear in self.manifest.linears.items():
             values, scales, zeros = (stored.pop(f"{name}.{part}", None) for part in ("values", "scales", "zeros"))
             if values is None:
-                raise UserError(f"{self.folder / DENSE} lacks {name}; convert the checkpoint again")
+                raise UserError(f"the file {self.folder / DENSE} lacks {name}; convert the checkpoint again")
             tensors[name] = PackedMatrix(
                 values, scales, zeros, linear.channels, linear.outputs, linear.bits, linear.group or linear.channels
             )
@@ -90,9 +93,9 @@ def verify(folder: Path) -> list[str]:
     for name, known in files.items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{path} is missing; convert the checkpoint again")
+            raise UserError(f"the file {path} is missing; convert the checkpoint again")
         if sha256(path) != known["sha256"]:
-            raise UserError(f"{path} is not what was written (its SHA-256 differs); convert the checkpoint again")
+            raise UserError(f"the file {path} is not what was written (its SHA-256 differs); convert the checkpoint again")
     return list(files)
 
 

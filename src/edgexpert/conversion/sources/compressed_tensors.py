@@ -33,12 +33,12 @@ class CompressedTensorsSource(HuggingFaceSource):
         quantisation = config.quantization_config
         if quantisation.get("format") != FORMAT:
             raise UserError(
-                f"{name} is a compressed-tensors checkpoint of the format {quantisation.get('format')}; only {FORMAT} is read"
+                f"the checkpoint {name} has the compressed-tensors format {quantisation.get('format')}; only {FORMAT} is read"
             )
         weights = [group["weights"] for group in quantisation["config_groups"].values()]
         self._bits = {int(w["num_bits"]) for w in weights}
         if any(w["type"] != "int" for w in weights) or len(self._bits) != 1:
-            raise UserError(f"{name} has weights that are not integers of one width; that is not read")
+            raise UserError(f"the checkpoint {name} has weights that are not integers of one width; that is not read")
         del config.quantization_config
         super().__init__(folder, config, name)
 

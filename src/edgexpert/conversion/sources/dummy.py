@@ -125,4 +125,4 @@ def dummy_config(name: str) -> PreTrainedConfig:
         stored.pop("quantization_config", None)
         return CONFIG_MAPPING[stored.pop("model_type")].from_dict(stored)
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a configuration that transformers knows ({error})") from error
+        raise UserError(f"the file {path} is not a configuration that transformers knows ({error})") from error

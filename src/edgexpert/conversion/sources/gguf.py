@@ -39,7 +39,7 @@ class GgufSource(Source):
             and not name.startswith("tokenizer.ggml.merges")
         }
         if self.metadata.get("split.count", 1) > 1:
-            raise UserError(f"{path.name} is one part of several; join them with llama-gguf-split --merge")
+            raise UserError(f"the file {path.name} is one part of several; join them with llama-gguf-split --merge")
         self.architecture = architecture_of(self.metadata, path.name)
         embeddings = self._tensor("token_embd.weight")
         self.config = config_from_metadata(
@@ -63,7 +63,7 @@ class GgufSource(Source):
 
     def _tensor(self, name: str) -> Any:
         if name not in self._tensors:
-            raise UserError(f"{self.path.name} lacks the tensor {name}; it is incomplete, so download it again")
+            raise UserError(f"the file {self.path.name} lacks the tensor {name}; it is incomplete, so download it again")
         return self._tensors[name]
 
     def _parts(self, parameter: str) -> list[str]:
@@ -72,7 +72,7 @@ class GgufSource(Source):
             return self._experts[parameter]
         name = gguf_name(parameter)
         if name is None:
-            raise UserError(f"{parameter} has no counterpart in a GGUF file of this architecture")
+            raise UserError(f"the parameter {parameter} has no counterpart in a GGUF file of this architecture")
         if name not in self._tensors and name == "output.weight":
             return ["token_embd.weight"]
         if name not in self._tensors and name.endswith("attn_kv_b.weight"):
@@ -162,14 +162,17 @@ def _reader(path: Path) -> Any:
         raise UserError("GGUF files are read with the gguf package; install it with: pip install 'edgexpert[gguf]'") from error
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
-            raise UserError(f"{path} is not a GGUF file; give one, or a folder that holds a Hugging Face checkpoint")
+            raise UserError(f"the file {path} is not a GGUF file; give one, or a folder that holds a Hugging Face checkpoint")
     try:
         reader = GGUFReader(path)
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         if "GGMLQuantizationType" in str(error):
             number = re.findall(r"\d+", str(error))[-1]
-            raise UserError(f"{path.name} has a tensor of the unknown type {number}; a newer gguf package may know it") from error
-        raise UserError(f"{path} is truncated or damaged ({error}); download it again") from error
+            raise UserError(
+                f"the file {path.name} has a tensor of the unknown type {number}; "
+                "a newer gguf package may know it"
+            ) from error
+        raise UserError(f"the file {path} is truncated or damaged ({error}); download it again") from error
     return reader
 
 
@@ -183,7 +186,7 @@ def dequantise_tensor(tensor: Any, expert: int | None = None) -> Tensor:
     try:
         return torch.from_numpy(dequantize(data, tensor.tensor_type))
     except NotImplementedError as error:
-        raise UserError(f"{tensor.name} has the type {tensor.tensor_type.name}, which cannot be read") from error
+        raise UserError(f"the tensor {tensor.name} has the type {tensor.tensor_type.name}, which cannot be read") from error
 
 
 def _codes_and_scales(data: np.ndarray, bits: int) -> tuple[Tensor, Tensor]:

@@ -144,7 +144,10 @@ UNREAD = {
 def architecture_of(metadata: Metadata, file: str) -> Architecture:
     name = metadata.get("general.architecture")
     if name not in ARCHITECTURES:
-        raise UserError(f"{file} holds a model of architecture {name}; those that are read are {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"the file {file} holds a model of architecture {name}; "
+            f"those that are read are {', '.join(ARCHITECTURES)}"
+        )
     return ARCHITECTURES[name]
 
 
@@ -159,13 +162,16 @@ def config_from_metadata(metadata: Metadata, vocabulary: int, tied: bool, file: 
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     for key, value in UNREAD.get(prefix[:-1], {}).items():
         if own.get(key, value) != value:
-            raise UserError(f"{file} has {prefix}{key} = {own[key]}, a variant of the architecture that is not read")
+            raise UserError(f"the file {file} has {prefix}{key} = {own[key]}, a variant of the architecture that is not read")
     config: dict[str, Any] = {"vocab_size": vocabulary, "tie_word_embeddings": tied, **architecture.constants}
     for name, key in {**COMMON, **architecture.keys}.items():
         if key in own:
             config[name] = own[key]
         elif name not in OPTIONAL:
-            raise UserError(f"{file} lacks the metadata key {prefix}{key}; make the file again with llama.cpp's converter")
+            raise UserError(
+                f"the file {file} lacks the metadata key {prefix}{key}; "
+                "make the file again with llama.cpp's converter"
+            )
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", 10000.0)}
     scaling = own.get("rope.scaling.type", "none")
     if scaling != "none" and prefix != "deepseek2.":

@@ -101,7 +101,7 @@ class HuggingFaceSource(Source):
         """The float type of a tensor under the checkpoint's own name."""
         stored = self.open(key, lambda file: file.get_slice(key).get_dtype())
         if stored not in FLOATS:
-            raise UserError(f"{key} has the type {stored}; give a checkpoint in float32, float16 or bfloat16")
+            raise UserError(f"the tensor {key} has the type {stored}; give a checkpoint in float32, float16 or bfloat16")
         return FLOATS[stored]
 
     def read(self, name: str) -> Tensor:
@@ -118,7 +118,8 @@ class HuggingFaceSource(Source):
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.shape != self._shapes[name]:
             raise UserError(
-                f"{name} has the shape {list(tensor.shape)} in {self.folder}, and its config.json says {list(self._shapes[name])}"
+                f"the tensor {name} has the shape {list(tensor.shape)} in {self.folder}, "
+                f"and its config.json says {list(self._shapes[name])}"
             )
         return tensor
 
@@ -133,7 +134,7 @@ class HuggingFaceSource(Source):
             with safe_open(path, "pt") as file:
                 return use(file)
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged or truncated ({error}); download the checkpoint again") from error
+            raise UserError(f"the file {path} is damaged or truncated ({error}); download the checkpoint again") from error
 
     def save_extras(self, folder: Path) -> None:
         copy_extras(self.folder, folder)
@@ -155,10 +156,10 @@ def checkpoint_files(folder: Path) -> dict[str, str]:
             files: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
             for name in sorted(set(files.values())):
                 if not (folder / name).is_file():
-                    raise UserError(f"{folder} lacks the weight file {name}; download the checkpoint again")
+                    raise UserError(f"the folder {folder} lacks the weight file {name}; download the checkpoint again")
             return files
         if not (folder / SINGLE).is_file():
-            raise UserError(f"{folder} holds no safetensors checkpoint ({SINGLE} or {INDEX}); give a folder that does")
+            raise UserError(f"the folder {folder} holds no safetensors checkpoint ({SINGLE} or {INDEX}); give a folder that does")
         with safe_open(folder / SINGLE, "pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
     except (SafetensorError, OSError, ValueError, KeyError) as error:
@@ -172,6 +173,6 @@ def download(name: str) -> Path:
     except (HfHubHTTPError, OSError, ValueError) as error:
         first_line = str(error).strip().split("\n")[0][:160]
         raise UserError(
-            f"{name} could not be had from the Hub ({type(error).__name__}: {first_line}); "
+            f"the model {name} could not be had from the Hub ({type(error).__name__}: {first_line}); "
             "offline, give the folder of a downloaded checkpoint instead of its name"
         ) from error

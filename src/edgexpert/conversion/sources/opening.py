@@ -30,7 +30,7 @@ def open_source(name: str) -> Source:
     resolved, folder = resolve(name)
     folder = folder or download(resolved)
     if is_pack(folder):
-        raise UserError(f"{name} is packed already; give the checkpoint that it was made from")
+        raise UserError(f"the checkpoint {name} is packed already; give the checkpoint that it was made from")
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
@@ -43,5 +43,8 @@ def open_source(name: str) -> Source:
         return CompressedTensorsSource(Path(folder), config, name)
     if quantised is not None:
         method = quantised.get("quant_method", "an unknown method")
-        raise UserError(f"{name} is quantised with {method}, which is not read; give the checkpoint with 16-bit weights")
+        raise UserError(
+            f"the checkpoint {name} is quantised with {method}, which is not read; "
+            "give the checkpoint with 16-bit weights"
+        )
     return HuggingFaceSource(Path(folder), config, name)

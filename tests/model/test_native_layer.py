@@ -1,0 +1,102 @@
+"""Decoder layers whose attention half is one native call: which are recognised, and that they compute what the library's do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from edgexpert.conversion.convert import convert
+from edgexpert.conversion.options import Options
+from edgexpert.conversion.sources.opening import open_source
+from edgexpert.kernels import native
+from edgexpert.model import packed
+from edgexpert.model.host import HostedModel
+from edgexpert.model.native_layer import NativeLayer, use_native_layers
+from edgexpert.policy import PRESETS, Policy
+from edgexpert.stage import Stage, TokenTree
+from tests.conftest import make_model, make_tokenizer
+
+pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
+
+LAYERS = 2
+KNOWN: dict[str, dict[str, object]] = {
+    "granitemoe": {},  # a residual multiplier
+    "olmoe": dict(clip_qkv=0.2),  # norms over all heads together
+    "qwen3_moe": dict(attention_bias=True),  # norms of each head
+}
+
+Load = Callable[..., tuple[PreTrainedModel, PreTrainedModel]]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """A packed checkpoint twice: with native layers where they are recognised, and with the library's alone."""
+
+    def load(family: str, **changes: object) -> tuple[PreTrainedModel, PreTrainedModel]:
+        sizes = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=96, num_hidden_layers=LAYERS)
+        model = make_model(family, **sizes, **changes)
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)  # as initialised they would do nothing
+        model.bfloat16().save_pretrained(tmp_path / "source")
+        make_tokenizer().save_pretrained(tmp_path / "source")
+        convert(open_source(str(tmp_path / "source")), tmp_path / "packed", Options(8, 32))
+        ours = packed.load_pack(tmp_path / "packed")
+        monkeypatch.setattr(packed, "use_native_layers", lambda model: 0)
+        return ours, packed.load_pack(tmp_path / "packed")
+
+    return load
+
+
+def logits(model: PreTrainedModel, policy: Policy | None = None) -> Tensor:
+    """Of a text, and of a tree behind it."""
+    host = HostedModel(model, policy)
+    cache = host.new_cache(40)
+    text = host.run(Stage.prefill(torch.arange(2, 22), importance=torch.ones(20)), cache).logits
+    tree = TokenTree(torch.arange(3, 11), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5]), -torch.arange(8.0) / 2)
+    return torch.cat([text, host.run(Stage.verify(tree, cache.length), cache).logits])
+
+
+@pytest.mark.parametrize("family", KNOWN)
+def test_known_layers_are_replaced_and_give_the_librarys_logits(family: str, load: Load) -> None:
+    ours, library = load(family, **KNOWN[family])
+    assert [type(layer.forward) for layer in ours.base_model.layers] == [NativeLayer] * LAYERS
+    torch.testing.assert_close(logits(ours), logits(library), rtol=1e-4, atol=1e-4)
+    assert use_native_layers(library) == LAYERS
+
+
+def test_a_clamp_that_is_left_out_would_show(load: Load) -> None:
+    ours, library = load("olmoe", clip_qkv=0.2)
+    for layer in library.base_model.layers:
+        layer.self_attn.config.clip_qkv = None
+    assert (logits(ours) - logits(library)).abs().max() > 0.1
+
+
+def test_latent_attention_is_not_recognised_and_runs_as_the_library_has_it(load: Load) -> None:
+    ours, library = load("deepseek_v2", kv_lora_rank=32, v_head_dim=16)
+    assert use_native_layers(library) == 0
+    assert torch.equal(logits(ours), logits(library))
+
+
+def test_a_layer_that_computes_something_else_is_not_replaced(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, library = load("qwen3_moe")
+    attend = type(library.base_model.layers[1].self_attn).forward
+
+    def doubled(self: torch.nn.Module, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+        out, *rest = attend(self, *args, **kwargs)
+        return (out * (2 if self.layer_idx == 1 else 1), *rest)
+
+    monkeypatch.setattr(type(library.base_model.layers[1].self_attn), "forward", doubled)
+    assert use_native_layers(library) == 1
+
+
+def test_attention_that_a_policy_watches_is_the_librarys(load: Load) -> None:
+    ours, library = load("olmoe")
+    policy = replace(PRESETS["coalesced"], token_weight="attention")
+    torch.testing.assert_close(logits(ours, policy), logits(library, policy), rtol=1e-4, atol=1e-4)
