@@ -47,6 +47,7 @@ def reproduce(
     shown = table("claim", "paper", "ours", "difference", "", "trace")
     for row in rows:
         _, paper, ours, difference, verdict, trace, _ = cells(row)
-        shown.add_row(f"{row['figure']} {row['claim'].replace('_', ' ')}", paper, ours, difference, verdict, trace.partition(":")[0])
+        name = f"{row['figure']} {row['claim'].replace('_', ' ')}"
+        shown.add_row(name, paper, ours, difference, verdict, trace.partition(":")[0])
     print_rich(shown)
     print_line(f"reasons and figures: {out / 'report.html'} and {out / 'report.md'}")

@@ -16,7 +16,8 @@ class Claim:
     """One statement of the paper.
 
     Attributes:
-        where: section, figure or table.
+        figure: the one of ours that answers it.
+        where: section, figure or table of the paper.
         value: a figure that should come out, within ``tolerance`` of itself.
         at_least, at_most: bounds instead of a figure.
         read_as: what words without a figure were taken to mean.
@@ -25,6 +26,7 @@ class Claim:
     """
 
     name: str
+    figure: str
     where: str
     says: str
     unit: str
@@ -72,11 +74,11 @@ class Answer:
     trace: str
     why: str
 
-    def row(self, figure: str) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """The report's row."""
         claim = claims()[self.claim]
         says = claim.says + (f" (read as: {claim.read_as})" if claim.read_as else "")
-        return {"figure": figure, "claim": claim.name, "where": claim.where, "says": says, "paper": claim.paper,
+        return {"figure": claim.figure, "claim": claim.name, "where": claim.where, "says": says, "paper": claim.paper,
                 "ours": self.ours, "unit": claim.unit, "trace": self.trace, "difference": claim.difference(self.ours),
                 "verdict": claim.verdict(self.ours), "contradiction": claim.contradiction, "why": self.why}
 

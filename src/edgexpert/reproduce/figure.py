@@ -66,4 +66,4 @@ def finish(axes: Axes, ylabel: str, legend: bool) -> None:
     axes.set_ylabel(ylabel, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     if legend:
-        axes.legend(frameon=False, fontsize=7)
+        axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))

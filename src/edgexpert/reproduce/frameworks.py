@@ -51,7 +51,7 @@ def fig11(bench: Workbench) -> Figure:
     dram = load_device("edgexpert").dram
     rows: Rows = []
     for name, row in found["frameworks"].items():
-        target, draft = (row[f"scaled_{part}_kb_per_token"] * 1e3 * 8 * dram.read_pj_per_bit * 1e-9 for part in ("target", "draft"))
+        target, draft = (row[f"scaled_{part}_kb_per_token"] * 8e3 * dram.read_pj_per_bit * 1e-9 for part in ("target", "draft"))
         rows.append({"framework": name, "kind": KINDS[name], "target_mj": target, "draft_mj": draft, "mj": target + draft})
     return Figure(
         "Figure 11: energy of speculative-decoding frameworks", _label(found),

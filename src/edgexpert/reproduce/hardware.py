@@ -40,8 +40,8 @@ def table2(bench: Workbench) -> Figure:
         [
             Answer("tops", chip.tops, DATA, "8192 multiplications a cycle at 800 MHz, two operations each"),
             Answer("tops_per_watt", chip.tops / chip.power_w, DATA, "throughput over the sum of Table V's powers"),
-            Answer("dram_capacity", needed, DATA, f"all of Qwen3's weights at {8 * chip.bytes_per_weight:g} bits; the cited part "
-                   "cannot hold them"),
+            Answer("dram_capacity", needed, DATA, f"all of Qwen3's weights at {8 * chip.bytes_per_weight:g} bits; the cited "
+                   "part cannot hold them"),
             Answer("bandwidth", reached, DATA, f"two channels of 16 bits at 4266 MT/s after all-bank refresh of 8 Gb a channel; "
                    f"{worse:.1f} GB/s with 16 Gb a channel. The simulator grants the paper's 16 GB/s unless told otherwise"),
         ],
@@ -77,8 +77,8 @@ def table3(bench: Workbench) -> Figure:
         [
             Answer("expert_size", parameters(model_named("qwen3-30b-a3b").expert) / 2**20, DATA,
                    "in units of 2^20; in millions it would be 4.72"),
-            Answer("draft_size", step, DATA, f"what a drafting step streams with the published draft's sizes; its embedding table "
-                   f"has {table:.0f} M more, and only with it the total ({step + table:.0f} M) comes near the paper's"),
+            Answer("draft_size", step, DATA, f"what a drafting step streams with the published draft's sizes; its embedding "
+                   f"table has {table:.0f} M more, and only with it the total ({step + table:.0f} M) comes near the paper's"),
             Answer("budget_order", float(len(broken)), DATA, f"k_min equals the routed top-k for {', '.join(broken)}; we "
                    "require k_min >= top-k"),
         ],

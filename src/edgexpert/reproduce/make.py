@@ -15,7 +15,6 @@ from typing import Any
 
 from edgexpert.errors import UserError
 from edgexpert.reproduce import report
-from edgexpert.reproduce.claims import claims
 from edgexpert.reproduce.figure import Figure
 from edgexpert.reproduce.workbench import Settings, Workbench
 
@@ -54,10 +53,10 @@ def reproduce(
         UserError: there is no such figure, an extra is not installed, or ``out`` cannot be written.
     """
     require_extras()
-    from edgexpert.reproduce.registry import FIGURES, chosen, headline
+    from edgexpert.reproduce.registry import FIGURES, chosen, headline, headline_figures
 
     progress, wanted = progress or Progress(), chosen(names)
-    needed = [name for name in FIGURES if name in wanted or ("headline" in wanted and _answers_a_headline(name))]
+    needed = [name for name in FIGURES if name in wanted or ("headline" in wanted and name in headline_figures())]
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -81,36 +80,34 @@ def reproduce(
     return figures
 
 
-def _answers_a_headline(name: str) -> bool:
-    """Whether a headline's claim names this figure or table as its place; hardware claims are of Tables II and V."""
-    return name in {"table2", "table5"} or any(
-        claim.headline and f"Figure {name.removeprefix('fig')}" in claim.where for claim in claims().values())
-
-
 def _write_figure(name: str, figure: Figure, out: Path) -> bytes:
     """The files of one figure; gives its PNG."""
     _write(out / f"{name}.csv", table(figure.rows).encode())
     content = {"title": figure.title, "trace": figure.trace, "note": figure.note, "rows": [
         {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()}
-        for row in figure.rows], "claims": [answer.row(name) for answer in figure.answers]}
+        for row in figure.rows], "claims": [answer.row() for answer in figure.answers]}
     _write(out / f"{name}.json", (json.dumps(content, indent=1) + "\n").encode())
-    for ending in ("svg", "png"):
-        image = _draw(figure, ending)
+    images = _draw(figure)
+    for ending, image in images.items():
         _write(out / f"{name}.{ending}", image)
-    return image
+    return images["png"]
 
 
-def _draw(figure: Figure, ending: str) -> bytes:
+def _draw(figure: Figure) -> dict[str, bytes]:
+    """By ending of the file's name."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure as Drawing
 
-    with rc_context({"svg.hashsalt": "edgexpert"}):  # the same file each time
-        drawing = Drawing(figsize=(9, 4.5), layout="constrained")
-        figure.draw(drawing)
-        drawing.suptitle(f"{figure.title} [{kinds(figure)}]", fontsize=10)
+    drawing = Drawing(figsize=(9, 4.5), layout="constrained")
+    figure.draw(drawing)
+    drawing.suptitle(f"{figure.title} [{kinds(figure)}]", fontsize=10)
+    images = {}
+    for ending, metadata in (("svg", {"Date": None}), ("png", None)):
         image = io.BytesIO()
-        drawing.savefig(image, format=ending, dpi=100, metadata={"Date": None} if ending == "svg" else None)
-    return image.getvalue()
+        with rc_context({"svg.hashsalt": "edgexpert"}):  # the same file each time
+            drawing.savefig(image, format=ending, dpi=90, metadata=metadata)
+        images[ending] = image.getvalue()
+    return images
 
 
 def kinds(figure: Figure) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from edgexpert.errors import UserError
 from edgexpert.reproduce import frameworks, hardware, motivation, results, units
-from edgexpert.reproduce.claims import Answer, claims
+from edgexpert.reproduce.claims import claims
 from edgexpert.reproduce.figure import Figure, bars, column
 from edgexpert.reproduce.workbench import Workbench
 
@@ -43,9 +43,14 @@ def chosen(names: Sequence[str]) -> list[str]:
     return [name for name in NAMES if not names or "all" in names or name in names]
 
 
+def headline_figures() -> set[str]:
+    """Figures that answer a claim of the summary."""
+    return {claim.figure for claim in claims().values() if claim.headline}
+
+
 def headline(figures: dict[str, Figure]) -> Figure:
     """The claims of the abstract and of the text's summaries, from the figures that answer them."""
-    answers: list[Answer] = [answer for figure in figures.values() for answer in figure.answers if claims()[answer.claim].headline]
+    answers = [answer for figure in figures.values() for answer in figure.answers if claims()[answer.claim].headline]
     rows = []
     for answer in answers:
         claim = claims()[answer.claim]

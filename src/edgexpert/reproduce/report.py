@@ -13,21 +13,22 @@ from edgexpert.reproduce.figure import Figure
 COLUMNS = ("claim", "paper", "ours", "difference", "verdict", "trace", "why")
 
 STYLE = """body{font:16px/1.5 system-ui,sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;font-size:.85rem}td,th{border:1px solid #ccc;padding:.3rem .5rem;vertical-align:top;text-align:left}
+table{border-collapse:collapse;font-size:.85rem}
+td,th{border:1px solid #ccc;padding:.3rem .5rem;vertical-align:top;text-align:left}
 th{background:#f2f2f2}img{max-width:100%}.differs{color:#a33}.agrees{color:#27632a}"""
 
 HOW = (
     "Paper: a statement of the paper. Ours: computed here. A figure agrees within 5 % of the paper's (energy of naive speculation "
-    "25 %, bandwidth 1 %), a bound when it holds. Traces: synthetic ones are drawn at random in the form of the paper's models, "
-    "which cannot be run here; recorded ones are runs of the small bundled model; figures from either are no measurement of the "
+    "25 %, bandwidth 1 %), a bound when it holds. Synthetic traces are drawn at random in the form of the paper's models, which "
+    "cannot be run here; recorded ones are runs of the small bundled model. What comes from either is no measurement of the "
     "paper's chip."
 )
 
 
 def claim_rows(figures: Mapping[str, Figure]) -> list[dict[str, Any]]:
     """A row for each claim, in the order of the figures; one that two figures answer comes once."""
-    rows = (answer.row(name) for name, figure in figures.items() for answer in figure.answers)
-    return list({row["claim"]: row for row in reversed(list(rows))}.values())[::-1]
+    rows = [answer.row() for figure in figures.values() for answer in figure.answers]
+    return list({row["claim"]: row for row in rows}.values())
 
 
 def cells(row: Mapping[str, Any]) -> list[str]:

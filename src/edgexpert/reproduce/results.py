@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from edgexpert.errors import UserError
-from edgexpert.reproduce.claims import Answer
+from typing import TYPE_CHECKING
+
+from edgexpert.reproduce.claims import Answer, claims
 from edgexpert.reproduce.designs import Measured
 from edgexpert.reproduce.figure import Figure, Rows, bars, column, percent_less
 from edgexpert.reproduce.workbench import Workbench
@@ -11,6 +12,9 @@ from edgexpert.simulator.energy import GROUPS, grouped
 from edgexpert.simulator.run import simulate
 from edgexpert.simulator.shapes import ModelShape, model_named
 from edgexpert.simulator.workload import dense_prefill
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 OUTPUTS = (32, 128, 512)
 """New tokens of a text; the paper's lengths are not in its text."""
@@ -45,9 +49,9 @@ def _steps(bench: Workbench, what: str, title: str, claim: str) -> Figure:
                              what: _whole(measured, what, output), "normalised": _whole(measured, what, output) / baseline})
     least, most = _extremes(rows, "EdgeXpert ALL")
     with_max = _extremes(rows, "EdgeXpert ALL, max")
-    why = (f"{{}} with {{}} new tokens. Over models and lengths {saved(least):.1f} to {saved(most):.1f} % with importance over the "
-           f"mean, {saved(with_max[0]):.1f} to {saved(with_max[1]):.1f} % over the maximum. Routing, channels and their similarity "
-           "are drawn from assumptions, so the amount that pruning and coalescing save is theirs")
+    why = (f"{{}} with {{}} new tokens. Over models and lengths {saved(least):.1f} to {saved(most):.1f} % with importance over "
+           f"the mean, {saved(with_max[0]):.1f} to {saved(with_max[1]):.1f} % over the maximum. Routing, channels and their "
+           "similarity are drawn from assumptions, and what pruning and coalescing save follows from these")
     return Figure(
         title, bench.synthetic_label, LENGTHS + MAX, rows,
         [Answer(f"{claim}_{end}", saved(row), bench.synthetic_label, why.format(row["model"], row["new_tokens"]))
@@ -75,7 +79,7 @@ def _whole(measured: Measured, what: str, output: int) -> float:
 
 def fig12b(bench: Workbench) -> Figure:
     """End-to-end latency against prior work."""
-    figure, rows = _rivals(bench, "seconds", "Figure 12b: end-to-end latency against prior work", "latency")
+    figure = _rivals(bench, "seconds", "Figure 12b: end-to-end latency against prior work", "latency")
     bytes_of = {name: sum(bench.measured(name, model).decode.read["experts"] for model in bench.settings.models)
                 for name in ("baseline", "edgemoe-sd")}
     cut = percent_less(bytes_of["edgemoe-sd"], bytes_of["baseline"])
@@ -86,10 +90,10 @@ def fig12b(bench: Workbench) -> Figure:
 
 def fig13b(bench: Workbench) -> Figure:
     """Energy against prior work."""
-    return _rivals(bench, "joules", "Figure 13b: energy against prior work", "energy")[0]
+    return _rivals(bench, "joules", "Figure 13b: energy against prior work", "energy")
 
 
-def _rivals(bench: Workbench, what: str, title: str, claim: str) -> tuple[Figure, Rows]:
+def _rivals(bench: Workbench, what: str, title: str, claim: str) -> Figure:
     rows: Rows = []
     for measured in bench.all_measured(RIVALS):
         baseline = _whole(bench.measured("baseline", measured.model), what, OUTPUT)
@@ -103,15 +107,15 @@ def _rivals(bench: Workbench, what: str, title: str, claim: str) -> tuple[Figure
     gain, rival, model, _ = by_design["EdgeXpert ALL"][-1]
     smolpu = [found for found in by_design["EdgeXpert ALL"] if found[1] == bench.designs["smolpu"].title]
     answer = Answer(f"{claim}_rivals", gain, bench.synthetic_label,
-                    f"against {rival} on {model}; {by_design['EdgeXpert ALL, max'][-1][0]:.1f} % with importance over the maximum; "
-                    f"against SMoLPU, the strongest in the paper, {smolpu[0][0]:.1f} to {smolpu[-1][0]:.1f} %. The paper does not "
-                    "say which rival, model and length its figure is of, nor SMoLPU's pruning ratios")
+                    f"against {rival} on {model}; {by_design['EdgeXpert ALL, max'][-1][0]:.1f} % with importance over the "
+                    f"maximum; against SMoLPU, the paper's strongest, {smolpu[0][0]:.1f} to {smolpu[-1][0]:.1f} %. The paper "
+                    "does not say which rival, model and length its figure is of, nor SMoLPU's pruning ratios")
     return Figure(
         title, bench.synthetic_label, f"{OUTPUT} new tokens. {LENGTHS}{MAX}", rows, [answer],
         lambda drawing: bars(drawing.subplots(), list(bench.settings.models),
                              {name: column(rows, "normalised", design=name) for name in dict.fromkeys(column(rows, "design"))},
                              f"{claim} over the baseline's"),
-    ), rows
+    )
 
 
 def fig12c(bench: Workbench) -> Figure:
@@ -140,14 +144,14 @@ def fig12c(bench: Workbench) -> Figure:
                    (f"{', '.join(others)} do" if others else "every other design misses a limit on some model")
                    + "; models within both limits: " + ", ".join(f"{name} {count}" for name, count in passed.items())),
             Answer("prefill_limit", 1e3 * after, "synthetic: a prompt that touches all 128 experts of every layer",
-                   f"with {bench.settings.prompt} tokens; 55.7 % less is enough only if the prompt would touch at most {bound:.0f} "
-                   f"of {qwen.experts} experts a layer, or if scales were not read"),
+                   f"with {bench.settings.prompt} tokens; 55.7 % less is enough only if the prompt would touch at most "
+                   f"{bound:.0f} of {qwen.experts} experts a layer, or if scales were not read"),
         ],
-        lambda drawing: _draw_limits(drawing.subplots(2, 1, sharex=True), rows, list(bench.settings.models)),  # type: ignore[arg-type]
+        lambda drawing: _draw_limits(list(drawing.subplots(2, 1, sharex=True)), rows, list(bench.settings.models)),
     )
 
 
-def _draw_limits(axes, rows: Rows, models: list[str]) -> None:  # type: ignore[no-untyped-def]
+def _draw_limits(axes: list[Axes], rows: Rows, models: list[str]) -> None:
     for axis, what, limit in zip(axes, ("ttft_ms", "tpot_ms"), (TTFT, TPOT), strict=True):
         bars(axis, models, {name: column(rows, what, design=name) for name in dict.fromkeys(column(rows, "design"))},
              what.replace("_", " ("). replace("ms", "ms)"))
@@ -164,16 +168,19 @@ def _and(text: str) -> str:
 
 
 def _after_cut(bench: Workbench, model: ModelShape, touched: float) -> float:
-    """Seconds of a prefill that would touch ``touched`` experts a layer and loads 55.7 % fewer."""
+    """Seconds of a prefill that would touch ``touched`` experts a layer and loads as much less as the paper says."""
     chip = bench.designs["edgexpert"].device
-    result = simulate(model, chip, [dense_prefill(model, bench.settings.prompt, touched * (1 - 0.557))], reuse=True)
-    if result.ttft is None:
-        raise UserError("a prefill gives a first token")
-    return result.ttft
+    result = simulate(model, chip, [dense_prefill(model, bench.settings.prompt, touched * _left())], reuse=True)
+    return result.prefill.latency
+
+
+def _left() -> float:
+    """Share of the expert traffic that the paper's prompt-wise reuse leaves."""
+    return 1 - (claims()["prefill_traffic"].value or 0) / 100
 
 
 def _experts_within_limit(bench: Workbench, model: ModelShape) -> float:
-    low, high = model.top_k / (1 - 0.557), float(model.experts)
+    low, high = model.top_k / _left(), float(model.experts)
     while high - low > 0.5:
         middle = (low + high) / 2
         low, high = (middle, high) if _after_cut(bench, model, middle) < TTFT else (low, middle)
@@ -196,8 +203,8 @@ def fig13c(bench: Workbench) -> Figure:
     labels = list(dict.fromkeys(column(rows, "design")))
     return Figure(
         "Figure 13c: energy breakdown", bench.synthetic_label,
-        f"A prompt of {bench.settings.prompt} tokens and {OUTPUT} new ones; the drawing is of {example}. The paper's bars are not in "
-        "the text. " + MAX, rows,
+        f"A prompt of {bench.settings.prompt} tokens and {OUTPUT} new ones; the drawing is of {example}. The paper's bars are "
+        "not in the text. " + MAX, rows,
         [Answer("moe_share", min(shares.values()), bench.synthetic_label,
                 "share of the MoE layers: " + ", ".join(f"{name} {share:.0f} %" for name, share in shares.items()))],
         lambda drawing: bars(drawing.subplots(), labels, {
