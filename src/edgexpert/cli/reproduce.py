@@ -14,13 +14,13 @@ from edgexpert.cli.show import print_json, print_line, print_rich, table
 
 
 def reproduce(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For figures, numbers and report.")],
     figures: Annotated[
         list[str] | None,
         typer.Argument(metavar="[FIGURE]...", show_default=False,
                        help="all, table2, table3, table5, fig2a, fig2b, fig4b, fig8b, fig9d, fig10b, fig11, fig12a, fig12b, "
                             "fig12c, fig13a, fig13b, fig13c or headline; several at once. [default: all]"),
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For figures, numbers and report.", show_default=False)] = ...,  # type: ignore[assignment]
     stages: Annotated[
         int, typer.Option(help="Verify stages of each model's synthetic trace; more take longer.", min=1)
     ] = 6,

@@ -18,10 +18,10 @@ td,th{border:1px solid #ccc;padding:.3rem .5rem;vertical-align:top;text-align:le
 th{background:#f2f2f2}img{max-width:100%}.differs{color:#a33}.agrees{color:#27632a}"""
 
 HOW = (
-    "Paper: a statement of the paper. Ours: computed here. A figure agrees within 5 % of the paper's (energy of naive speculation "
-    "25 %, bandwidth 1 %), a bound when it holds. Synthetic traces are drawn at random in the form of the paper's models, which "
-    "cannot be run here; recorded ones are runs of the small bundled model. What comes from either is no measurement of the "
-    "paper's chip."
+    "Paper: a statement of the paper. Ours: computed here. A figure agrees within 5 % of the paper's (energy of naive "
+    "speculation 25 %, bandwidth 1 %), a bound when it holds. Synthetic traces are drawn at random in the form of the paper's "
+    "models, which cannot be run here; recorded ones are runs of the small bundled model. What comes from either is no "
+    "measurement of the paper's chip."
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from edgexpert.reproduce.claims import Answer, claims
+from edgexpert.reproduce.claims import Answer, paper
 from edgexpert.reproduce.designs import Measured
 from edgexpert.reproduce.figure import Figure, Rows, bars, column, percent_less
 from edgexpert.reproduce.workbench import Workbench
@@ -176,7 +176,7 @@ def _after_cut(bench: Workbench, model: ModelShape, touched: float) -> float:
 
 def _left() -> float:
     """Share of the expert traffic that the paper's prompt-wise reuse leaves."""
-    return 1 - (claims()["prefill_traffic"].value or 0) / 100
+    return 1 - float(paper()["claims"]["prefill_traffic"]["value"]) / 100
 
 
 def _experts_within_limit(bench: Workbench, model: ModelShape) -> float:

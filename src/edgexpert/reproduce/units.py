@@ -12,7 +12,7 @@ import torch
 from edgexpert.plan import LayerPlan
 from edgexpert.policy import Policy, policy_named
 from edgexpert.policy.hyperparameters import TABLE_III
-from edgexpert.reproduce.claims import Answer, claims
+from edgexpert.reproduce.claims import Answer, paper
 from edgexpert.reproduce.figure import Figure, Rows, bars, column, lines, percent_less
 from edgexpert.reproduce.workbench import Workbench
 from edgexpert.simulator.device import load_device
@@ -56,8 +56,8 @@ def fig8b(bench: Workbench) -> Figure:
         [
             Answer("prefill_traffic", ours["saved_mean_percent"], bench.prefill_label,
                    f"{ours['model']}, {ours['tokens']} tokens, attention over its mean: {ours['major_mean_percent']:.0f} % of "
-                   f"the tokens are major, and their experts bound the saving; {real_says}. Importance and routing are drawn, not "
-                   "fitted to prefill"),
+                   f"the tokens are major, and their experts bound the saving; {real_says}. Importance and routing are drawn, "
+                   "not fitted to prefill"),
             Answer("prefill_traffic_max", ours["saved_max_percent"], bench.prefill_label,
                    f"{ours['model']}, {ours['tokens']} tokens: {ours['major_max_percent']:.0f} % of the tokens are major; from "
                    f"{min(column(example, 'saved_max_percent')):.0f} to {max(column(example, 'saved_max_percent')):.0f} % over "
@@ -178,6 +178,7 @@ def fig10b(bench: Workbench) -> Figure:
             row[f"{design}_mb"] = measured.decode.read["experts"] / measured.tokens / 1e6
     example = next(row for row in rows if row["model"] == bench.settings.example)
     label = f"synthetic: one verify stage a model, seed {bench.settings.seed}"
+    needed = 1 / (1 - paper()["claims"]["coalescing_latency"]["value"] / 100)
     saved = {row["model"]: f"{percent_less(row['edgexpert_mb'], row['pruning_mb']):.0f} %" for row in rows[:-1]}
     return Figure(
         "Figure 10b: coalescing unit and expert traffic", f"{label}; {bench.recorded_label}; traffic: {bench.synthetic_label}",
@@ -186,8 +187,8 @@ def fig10b(bench: Workbench) -> Figure:
         f"Coalescing with calibration saves of pruning's: {', '.join(f'{name} {share}' for name, share in saved.items())}.", rows,
         [Answer("coalescing_latency", example["saved_percent"], label,
                 f"a fixed tree takes a pass for each depth, and an expert's tokens have {example['depths']:.2f} depths on "
-                f"average (the paper's figure needs {1 / (1 - (claims()['coalescing_latency'].value or 0) / 100):.2f}); recorded "
-                f"on stories {rows[-1]['saved_percent']:.1f} % with {rows[-1]['depths']:.2f}. Depths an expert follow from trees and routing")],
+                f"average (the paper's figure needs {needed:.2f}); recorded on stories {rows[-1]['saved_percent']:.1f} % with "
+                f"{rows[-1]['depths']:.2f}. Depths an expert follow from trees and routing")],
         lambda drawing: _draw_coalescing(list(drawing.subplots(1, 2)), rows),
     )
 
