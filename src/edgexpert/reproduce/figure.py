@@ -50,7 +50,8 @@ def bars(axes: Axes, labels: Sequence[str], series: Mapping[str, Sequence[float]
         shift = 0.0 if stacked else (number - (len(series) - 1) / 2) * width
         axes.bar([place + shift for place in range(len(labels))], values, width, bottom if stacked else 0, label=name)
         bottom = [below + value for below, value in zip(bottom, values, strict=True)]
-    axes.set_xticks(range(len(labels)), labels, rotation=30 if max(map(len, labels)) > 8 else 0, fontsize=8)
+    slanted: dict[str, Any] = {"rotation": 30, "ha": "right"} if max(map(len, labels)) > 8 else {}
+    axes.set_xticks(range(len(labels)), labels, fontsize=8, **slanted)
     finish(axes, ylabel, legend=len(series) > 1)
 
 

@@ -107,6 +107,7 @@ def _draw(figure: Figure) -> dict[str, bytes]:
         with rc_context({"svg.hashsalt": "edgexpert"}):  # the same file each time
             drawing.savefig(image, format=ending, dpi=90, metadata=metadata)
         images[ending] = image.getvalue()
+        drawing.set_layout_engine("none")  # laid out by the first
     return images
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from edgexpert.policy import Hyperparameters
 from edgexpert.reproduce.claims import Answer, paper
 from edgexpert.reproduce.designs import Measured
 from edgexpert.reproduce.figure import Figure, Rows, bars, column, percent_less
@@ -24,6 +26,8 @@ STEPS = ("baseline", "pruning", "reuse", "coalesced", "edgexpert", "edgexpert-ma
 PRIORS = ("moe-pruner-au", "moe-pruner-sd", "edgemoe-au", "edgemoe-sd", "smolpu")
 RIVALS = ("baseline", *PRIORS, "edgexpert", "edgexpert-max")
 LENGTHS = "Prompts and new tokens are ours (the paper's are not in its text); acceptance lengths are Table IV's. "
+KEPT = (0.7, 0.5)
+"""Shares of a token's importance that fine pruning may keep, beside our default; SMoLPU's is not published."""
 MAX = ("\"max\" divides the prompt's attention by its maximum instead of its mean; the answers are for the mean, the default, "
        "unless they say otherwise.")
 
@@ -49,9 +53,11 @@ def _steps(bench: Workbench, what: str, title: str, claim: str) -> Figure:
                              what: _whole(measured, what, output), "normalised": _whole(measured, what, output) / baseline})
     least, most = _extremes(rows, "EdgeXpert ALL")
     with_max = _extremes(rows, "EdgeXpert ALL, max")
+    cuts = ", ".join(f"{name} {_cut(bench, name):.0f} %" for name in bench.settings.models)
     why = (f"{{}} with {{}} new tokens. Over models and lengths {saved(least):.1f} to {saved(most):.1f} % with importance over "
-           f"the mean, {saved(with_max[0]):.1f} to {saved(with_max[1]):.1f} % over the maximum. Routing, channels and their "
-           "similarity are drawn from assumptions, and what pruning and coalescing save follows from these")
+           f"the mean, {saved(with_max[0]):.1f} to {saved(with_max[1]):.1f} % over the maximum. Expert bytes a "
+           f"token fall in decoding by {cuts}. That follows from routing and channels, which are drawn from assumptions, and "
+           "from what pruning keeps, which is our choice")
     return Figure(
         title, bench.synthetic_label, LENGTHS + MAX, rows,
         [Answer(f"{claim}_{end}", saved(row), bench.synthetic_label, why.format(row["model"], row["new_tokens"]))
@@ -120,13 +126,16 @@ def _rivals(bench: Workbench, what: str, title: str, claim: str) -> Figure:
 
 def fig12c(bench: Workbench) -> Figure:
     """Time to the first token and time per output token."""
+    example = bench.settings.example
+    harder = [_pruned_harder(bench, example, kept) for kept in KEPT]
     rows: Rows = [
         {"model": measured.model, "design": measured.design.title, "family": measured.design.family,
          "ttft_ms": 1e3 * measured.ttft, "tpot_ms": 1e3 * measured.tpot,
          "within_limits": measured.ttft < TTFT and measured.tpot < TPOT}
-        for measured in bench.all_measured(RIVALS)]
+        for measured in [*bench.all_measured(RIVALS), *harder]]
     models = len(bench.settings.models)
-    passed = {name: sum(column(rows, "within_limits", design=name)) for name in dict.fromkeys(column(rows, "design"))}
+    rivals = [bench.designs[name].title for name in RIVALS]
+    passed = {name: sum(column(rows, "within_limits", design=name)) for name in rivals}
     ours, ours_max = (passed[bench.designs[name].title] for name in ("edgexpert", "edgexpert-max"))
     others = [name for name, count in passed.items() if count == models
               and name not in (bench.designs["edgexpert"].title, bench.designs["edgexpert-max"].title)]
@@ -139,7 +148,11 @@ def fig12c(bench: Workbench) -> Figure:
             Answer("within_limits", float(ours), bench.synthetic_label,
                    f"of {models}; " + (_misses(rows, bench.designs["edgexpert"].title) or "none is missed")
                    + f"; {ours_max} of {models} with importance over the maximum"
-                   + _and(_misses(rows, bench.designs["edgexpert-max"].title))),
+                   + _and(_misses(rows, bench.designs["edgexpert-max"].title))
+                   + f"; {_cut(bench, example):.0f} % of the baseline's expert bytes a token are saved on {example}. How much "
+                   f"fine pruning keeps is our choice ({Hyperparameters.keep_channels:g} of a token's importance); one stage with "
+                   + " and ".join(f"{kept} takes {1e3 * measured.tpot:.1f} ms a token"
+                                  for kept, measured in zip(KEPT, harder, strict=True)) + ", its accuracy unknown"),
             Answer("others_within_limits", float(len(others)), bench.synthetic_label,
                    (f"{', '.join(others)} do" if others else "every other design misses a limit on some model")
                    + "; models within both limits: " + ", ".join(f"{name} {count}" for name, count in passed.items())),
@@ -147,13 +160,25 @@ def fig12c(bench: Workbench) -> Figure:
                    f"with {bench.settings.prompt} tokens; 55.7 % less is enough only if the prompt would touch at most "
                    f"{bound:.0f} of {qwen.experts} experts a layer, or if scales were not read"),
         ],
-        lambda drawing: _draw_limits(list(drawing.subplots(2, 1, sharex=True)), rows, list(bench.settings.models)),
+        lambda drawing: _draw_limits(list(drawing.subplots(2, 1, sharex=True)), rows, rivals, list(bench.settings.models)),
     )
 
 
-def _draw_limits(axes: list[Axes], rows: Rows, models: list[str]) -> None:
+def _pruned_harder(bench: Workbench, model: str, kept: float) -> Measured:
+    design = bench.designs["edgexpert"]
+    policy = replace(design.policy, keep_channels=kept)
+    return bench.alone(replace(design, title=f"{design.title}, {kept:g} of importance kept", policy=policy), model, stages=1)
+
+
+def _cut(bench: Workbench, model: str) -> float:
+    """Per cent of the baseline's expert bytes a token that decoding saves."""
+    ours, baseline = (bench.measured(name, model) for name in ("edgexpert", "baseline"))
+    return percent_less(ours.decode.read["experts"] / ours.tokens, baseline.decode.read["experts"] / baseline.tokens)
+
+
+def _draw_limits(axes: list[Axes], rows: Rows, designs: list[str], models: list[str]) -> None:
     for axis, what, limit in zip(axes, ("ttft_ms", "tpot_ms"), (TTFT, TPOT), strict=True):
-        bars(axis, models, {name: column(rows, what, design=name) for name in dict.fromkeys(column(rows, "design"))},
+        bars(axis, models, {name: column(rows, what, design=name) for name in designs},
              what.replace("_", " ("). replace("ms", "ms)"))
         axis.axhline(1e3 * limit, color="black", linestyle=":")
 

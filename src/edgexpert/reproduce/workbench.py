@@ -107,7 +107,7 @@ class Workbench:
         if design.decodes_as is None:
             result = self._run(model, design.policy)[name]
             return Measured.of(design, model, result)
-        prompt_alone = self._prefill(design, model)
+        prompt_alone = self.alone(design, model, stages=0)  # the same prompt: a trace's random numbers begin with it
         return Measured(design, model, prompt_alone.prefill, self.measured(design.decodes_as, model).decode)
 
     def _simulate(self, model: str, policy: Policy) -> dict[str, RunResult]:
@@ -121,12 +121,12 @@ class Workbench:
                      else one_by_one(planned, recorded.accepted))
         return results
 
-    def _prefill(self, design: Design, model: str) -> RunResult:
-        """The prompt alone. It is the one of the whole trace, whose random numbers begin with it."""
+    def alone(self, design: Design, model: str, stages: int) -> Measured:
+        """A design on a synthetic trace of ``stages`` verify stages, replayed for it."""
         result = RunResult(design.device.name, model)
-        for _, planned in self.replay(self.synthetic(model, stages=0), design.policy):
+        for _, planned in self.replay(self.synthetic(model, stages=stages), design.policy):
             _add(result, design, model, [planned])
-        return result
+        return Measured.of(design, model, result)
 
     def all_measured(self, names: Sequence[str]) -> list[Measured]:
         """Every model with every one of the designs."""
