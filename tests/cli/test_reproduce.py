@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +37,11 @@ def test_a_missing_extra_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("edgexpert.reproduce.make.find_spec", lambda name: None if name == module else find(name))
     result = run("reproduce", "table5", "--out", tmp_path)
     assert result.exit_code == 2 and f"edgexpert[{extra}]" in result.stderr
+
+
+def test_the_check_for_extras_needs_none_of_them() -> None:
+    code = "import sys; sys.modules.update(pyarrow=None, matplotlib=None); import edgexpert.reproduce.make"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
 
 
 def test_a_folder_that_cannot_be_made_is_refused(run: Run, tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def reproduce(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("reproducing", total=None)
         made = make(figures or (), out, Settings(stages=stages),
-                    Told(lambda what: progress.update(bar, description=what), lambda: progress.advance(bar)))
+                    Told(lambda count: progress.update(bar, total=count), lambda what: progress.update(bar, description=what),
+                         lambda: progress.advance(bar)))
     rows: list[dict[str, Any]] = claim_rows(made)
     if json:
         print_json({"out": str(out), "figures": list(made), "claims": rows})

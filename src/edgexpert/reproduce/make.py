@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgexpert.errors import UserError
 from edgexpert.reproduce import report
 from edgexpert.reproduce.figure import Figure
-from edgexpert.reproduce.workbench import Settings, Workbench
+
+if TYPE_CHECKING:
+    from edgexpert.reproduce.workbench import Settings
 
 EXTRAS = {"pyarrow": "trace", "matplotlib": "plot"}
 
@@ -26,10 +28,12 @@ class Progress:
     """What the progress bar is told.
 
     Attributes:
+        begin: so many figures are to be made.
         doing: something begins.
         done: a figure is done.
     """
 
+    begin: Callable[[int], None] = lambda figures: None
     doing: Callable[[str], None] = lambda what: None
     done: Callable[[], None] = lambda: None
 
@@ -54,6 +58,7 @@ def reproduce(
     """
     require_extras()
     from edgexpert.reproduce.registry import FIGURES, chosen, headline, headline_figures
+    from edgexpert.reproduce.workbench import Workbench
 
     progress, wanted = progress or Progress(), chosen(names)
     needed = [name for name in FIGURES if name in wanted or ("headline" in wanted and name in headline_figures())]
@@ -61,6 +66,7 @@ def reproduce(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"the folder {out} cannot be made ({error.strerror}); give another `out`") from None
+    progress.begin(len(needed))
     figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory() as folder:
         bench = Workbench(Path(folder), settings, progress.doing)

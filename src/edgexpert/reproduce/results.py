@@ -150,7 +150,7 @@ def fig12c(bench: Workbench) -> Figure:
                    + f"; {ours_max} of {models} with importance over the maximum"
                    + _and(_misses(rows, bench.designs["edgexpert-max"].title))
                    + f"; {_cut(bench, example):.0f} % of the baseline's expert bytes a token are saved on {example}. How much "
-                   f"fine pruning keeps is our choice ({Hyperparameters.keep_channels:g} of a token's importance); one stage with "
+                   f"fine pruning keeps is our choice ({Hyperparameters.keep_channels:g} of a token's importance); a stage with "
                    + " and ".join(f"{kept} takes {1e3 * measured.tpot:.1f} ms a token"
                                   for kept, measured in zip(KEPT, harder, strict=True)) + ", its accuracy unknown"),
             Answer("others_within_limits", float(len(others)), bench.synthetic_label,
