@@ -156,7 +156,7 @@ def fig12c(bench: Workbench) -> Figure:
                    + f"; {_cut(bench, example):.0f} % of the baseline's expert bytes a token are saved on {example}. How much "
                    f"fine pruning keeps is our choice ({Hyperparameters.keep_channels:g} of a token's importance); a stage with "
                    + " and ".join(f"{kept} takes {1e3 * measured.tpot:.1f} ms a token"
-                                  for kept, measured in zip(KEPT, harder, strict=True)) + ", its accuracy unknown"),
+                                  for kept, measured in zip(KEPT, harder, strict=True)) + ", at the same acceptance length"),
             Answer("others_within_limits", float(len(others)), bench.synthetic_label,
                    (f"{', '.join(others)} do" if others else "every other design misses a limit on some model")
                    + "; models within both limits: " + ", ".join(f"{name} {count}" for name, count in passed.items())),
