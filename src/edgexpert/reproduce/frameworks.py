@@ -81,5 +81,5 @@ def _rank(rows: Rows, what: str) -> int:
 def _why(rows: Rows, what: str) -> str:
     order = ", ".join(f"{row['framework']} {row[what]:.2f}" for row in _ranking(rows, what))
     others = ", ".join(f"{row['framework']} {row[what]:.2f}" for row in rows if row["kind"] in ("none", "n-grams"))
-    missing = "" if "big-little" in column(rows, "kind") else " No big-little pair of this target exists."
+    missing = "" if "big-little" in column(rows, "kind") else " The recorded run had no big-little draft."
     return f"from least to most: {order}; for comparison {others}.{missing}"
