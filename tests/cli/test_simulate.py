@@ -56,7 +56,7 @@ def test_a_file_of_ones_own_is_a_device(run: Run, tmp_path: Path) -> None:
     ((), "nothing to simulate"),
     (("--dense", "gpt"), "there is no model 'gpt'"),
     ((*DENSE, "--device", "gpu"), "there is no device 'gpu'"),
-    ((*DENSE, "--policy", "pruned"), "give --policy with --trace alone"),
+    ((*DENSE, "--policy", "pruned"), "give --policy and --importance with --trace alone"),
     ((*DENSE, "--device", "edgexpert", "--device", "smolpu", "--timeline", "t.json"), "a timeline is of one run"),
     (("--dense", "granite-1b-a400m", "--experts", "33"), "cannot load 33 distinct ones of 32"),
     ((*DENSE, "--out", "nowhere/results.parquet"), "there is no folder nowhere"),
@@ -67,3 +67,16 @@ def test_what_cannot_be_simulated_is_refused_with_one_sentence(run: Run, argumen
     assert result.exit_code == 2
     assert message.lower() in result.stderr.replace("\n", " ").lower()
     assert "Traceback" not in result.output
+
+
+def test_importance_changes_what_reuse_saves(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    from edgexpert.trace.synthesis import synthesise_trace
+
+    trace = tmp_path / "granite.parquet"
+    synthesise_trace("granite-1b-a400m", trace, stages=0, prompt_tokens=24, acceptance=3.9)
+    arguments = ("simulate", "--trace", trace, "--policy", "reuse", "--json")
+    mean, maximum = (json.loads(run(*arguments, *more).stdout)["runs"][0] for more in ((), ("--importance", "max")))
+    assert maximum["prefill"]["read_bytes"]["experts"] < mean["prefill"]["read_bytes"]["experts"]
+    refused = run(*arguments, "--importance", "median")
+    assert refused.exit_code == 2 and "--importance must be one of mean, max, quantile" in refused.stderr.replace("\n", " ")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from edgexpert.cli import bench, chat, convert, generate, info, simulate, trace, train
+from edgexpert.cli import bench, chat, convert, generate, info, reproduce, simulate, trace, train
 from edgexpert.cli.show import sentence
 from edgexpert.errors import UserError
 
@@ -51,6 +51,7 @@ app.command()(bench.bench)
 app.command()(info.info)
 app.command()(trace.trace)
 app.command()(simulate.simulate)
+app.command()(reproduce.reproduce)
 app.command()(convert.convert)
 app.add_typer(train.app, name="train")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,6 +57,11 @@ def simulate(
         typer.Option(metavar="NAME", help="Policy to replay a trace under; may be given several times. [default: the "
                                           "device's own]", show_default=False),
     ] = None,
+    importance: Annotated[
+        str | None,
+        typer.Option(help="How prompt attention becomes a weight in these policies: mean, max or quantile. [default: mean]",
+                     show_default=False),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Model that the trace is of, by name or folder. [default: as the trace says]",
@@ -94,14 +100,18 @@ def simulate(
         if file is not None and not file.parent.is_dir():
             raise UserError(f"there is no folder {file.parent} to write {file.name} into; make it first")
     from edgexpert.cases import Dense, dense_case, trace_case
+    from edgexpert.policy import policy_named
     from edgexpert.simulator.device import load_device
     from edgexpert.simulator.shapes import model_named
 
-    if dense and policy:
-        raise UserError("a dense workload loads experts whole whatever the policy; give --policy with --trace alone")
+    if dense and (policy or importance):
+        raise UserError("a dense workload loads experts whole whatever the policy; give --policy and --importance with --trace "
+                        "alone")
     workload = Dense(prompt, context, stages, candidates, experts, acceptance_length, draft_steps)
     chips = [load_device(name) for name in device or ["edgexpert"]]
-    cases = [trace_case(file, chip, name, model) for file in trace or () for chip in chips for name in policy or [chip.policy]]
+    changes = {} if importance is None else {"importance": importance}
+    cases = [trace_case(file, chip, replace(policy_named(name), **changes), model)  # type: ignore[arg-type]  # it checks
+             for file in trace or () for chip in chips for name in policy or [chip.policy]]
     cases += [dense_case(model_named(name), chip, workload) for name in dense or () for chip in chips]
     if timeline is not None and len(cases) > 1:
         raise UserError("a timeline is of one run; give one workload, one device and one policy with --timeline")
