@@ -237,9 +237,13 @@ def expert_layer(
     sigmoid: bool, normalise: bool, eps: float, router_scale: float, residual: float, activation: str, gated: bool,
 ) -> Any:
     """The expert half of a decoder layer, see csrc/layer.h. Its tensors must outlive it."""
-    bound = (_bind(gate_up), _bind(down), *(_address(bias, torch.float32) for bias in biases))
+    matrices = (gate_up, down)
+    shapes = [(len(matrix.values), matrix.outputs) for matrix in matrices]
+    addresses = [_address(bias, torch.float32, *shape) for bias, shape in zip(biases, shapes, strict=True)]
+    bound = (*(_bind(matrix) for matrix in matrices), *addresses)
     rule = (top_k, sigmoid, normalise, eps, router_scale, residual)
-    floats = (_address(norm, torch.float32), _address(router, torch.float32))
+    hidden = gate_up.channels
+    floats = (_address(norm, torch.float32, hidden), _address(router, torch.float32, len(gate_up.values), hidden))
     return _native.ExpertLayer(*floats, *rule, *bound, _ACTIVATIONS[activation], gated)
 
 
