@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.modules import FloatEmbedding
 from edgexpert.speculation.causal import load_causal_draft
 from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.draft import Draft
@@ -43,12 +45,14 @@ def load_draft(
         config = json.loads((source / "config.json").read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"the config.json of the draft {name} is damaged ({error}); download the draft again") from error
+    # a packed model computes in float32, whatever its embedding is stored in
+    dtype = torch.float32 if isinstance(model.get_input_embeddings(), FloatEmbedding) else model.dtype
     if config.get("model_type") == "medusa":
-        return MedusaDraft(load_medusa(source, model.config.get_text_config()).to(model.device, model.dtype)), []
+        return MedusaDraft(load_medusa(source, model.config.get_text_config()).to(model.device, dtype)), []
     if is_eagle3(config):
-        embedding = model.get_input_embeddings().weight
-        return Eagle3Draft(load_eagle3(source, model.config, embedding).to(model.device, model.dtype)), []
-    return load_causal_draft(source, tokenizer, model.config.get_text_config().vocab_size, model.dtype, model.device), []
+        embedding = model.get_input_embeddings().weight.to(dtype)
+        return Eagle3Draft(load_eagle3(source, model.config, embedding).to(model.device, dtype)), []
+    return load_causal_draft(source, tokenizer, model.config.get_text_config().vocab_size, dtype, model.device), []
 
 
 def is_eagle3(config: dict[str, object]) -> bool:
