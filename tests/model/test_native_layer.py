@@ -16,6 +16,7 @@ from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.kernels import native
 from edgexpert.model import packed
+from edgexpert.model.blocks import find_blocks
 from edgexpert.model.host import HostedModel
 from edgexpert.model.native_layer import NativeLayer, use_native_layers
 from edgexpert.policy import PRESETS, Policy
@@ -48,7 +49,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
         make_tokenizer().save_pretrained(tmp_path / "source")
         convert(open_source(str(tmp_path / "source")), tmp_path / "packed", Options(8, 32))
         ours = packed.load_pack(tmp_path / "packed")
-        monkeypatch.setattr(packed, "use_native_layers", lambda model: 0)
+        monkeypatch.setattr(packed, "use_native_layers", lambda model, blocks: 0)
         return ours, packed.load_pack(tmp_path / "packed")
 
     return load
@@ -68,7 +69,7 @@ def test_known_layers_are_replaced_and_give_the_librarys_logits(family: str, loa
     ours, library = load(family, **KNOWN[family])
     assert [type(layer.forward) for layer in ours.base_model.layers] == [NativeLayer] * LAYERS
     torch.testing.assert_close(logits(ours), logits(library), rtol=1e-4, atol=1e-4)
-    assert use_native_layers(library) == LAYERS
+    assert use_native_layers(library, find_blocks(library)) == LAYERS
 
 
 def test_a_clamp_that_is_left_out_would_show(load: Load) -> None:
@@ -80,7 +81,7 @@ def test_a_clamp_that_is_left_out_would_show(load: Load) -> None:
 
 def test_latent_attention_is_not_recognised_and_runs_as_the_library_has_it(load: Load) -> None:
     ours, library = load("deepseek_v2", kv_lora_rank=32, v_head_dim=16)
-    assert use_native_layers(library) == 0
+    assert use_native_layers(library, find_blocks(library)) == 0
     assert torch.equal(logits(ours), logits(library))
 
 
@@ -93,7 +94,7 @@ def test_a_layer_that_computes_something_else_is_not_replaced(load: Load, monkey
         return (out * (2 if self.layer_idx == 1 else 1), *rest)
 
     monkeypatch.setattr(type(library.base_model.layers[1].self_attn), "forward", doubled)
-    assert use_native_layers(library) == 1
+    assert use_native_layers(library, find_blocks(library)) == 1
 
 
 def test_attention_that_a_policy_watches_is_the_librarys(load: Load) -> None:

@@ -16,10 +16,12 @@ from edgexpert.errors import UserError
 from edgexpert.kernels import native
 from edgexpert.kernels.modules import PackedLinear
 from edgexpert.model.host import HostedModel
-from edgexpert.model.loading import load_model
+from edgexpert.model.loading import bundled_folder, load_model
 from edgexpert.packing.reading import Pack
 from edgexpert.policy import PRESETS
 from edgexpert.speculation.draft import TreeShape
+from edgexpert.speculation.eagle3_draft import Eagle3Draft
+from edgexpert.speculation.loading import load_draft
 from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.stage import Stage, TokenTree
 from tests.conftest import make_model, make_tokenizer
@@ -145,3 +147,20 @@ def test_policies_that_change_weights_ask_for_the_original(tmp_path: Path) -> No
 def test_an_activation_that_the_kernels_lack_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="activation"):
         load_model(str(pack("gpt_oss", tmp_path)))
+
+
+def test_a_data_type_that_is_not_computed_in_is_refused(tmp_path: Path) -> None:
+    folder = pack("olmoe", tmp_path)
+    with pytest.raises(UserError, match="computes in float32; leave `dtype` out"):
+        load_model(str(folder), dtype="bfloat16")
+    load_model(str(folder), dtype="auto")
+
+
+def test_the_draft_of_a_packed_model_computes_in_float32_and_leaves_the_models_embedding_alone(tmp_path: Path) -> None:
+    convert(open_source("stories"), tmp_path / "packed", Options(4, 32))
+    loaded = load_model(str(tmp_path / "packed"))
+    embedding = loaded.model.get_input_embeddings()
+    draft, _ = load_draft(str(bundled_folder("stories") / "draft"), loaded.model, loaded.tokenizer, loaded.folder)
+    assert isinstance(draft, Eagle3Draft)
+    assert {parameter.dtype for parameter in draft.model.parameters()} == {torch.float32}
+    assert embedding.weight.dtype == torch.bfloat16

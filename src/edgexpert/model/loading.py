@@ -97,7 +97,9 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
         config = AutoConfig.from_pretrained(source)
         if folder is not None and is_pack(folder):
             if torch.device(device).type != "cpu":
-                raise UserError(f"the packed checkpoint {name} runs on the CPU; use --device cpu, or the original checkpoint")
+                raise UserError(f"the packed checkpoint {name} runs on the CPU; use `device` cpu, or the original checkpoint")
+            if dtype not in ("float32", "auto"):
+                raise UserError(f"the packed checkpoint {name} computes in float32; leave `dtype` out, or use the original")
             return LoadedModel(load_pack(folder), _load_tokenizer(source, name), name, folder, _notes(folder))
         if folder is not None and is_packed(folder):
             model = load_packed(folder, config, DTYPES[dtype])

@@ -49,16 +49,18 @@ def load_draft(
         config = json.loads((source / "config.json").read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"the config.json of the draft {name} is damaged ({error}); download the draft again") from error
+    # a packed model computes in float32, whatever its embedding is stored in
+    dtype = torch.float32 if isinstance(model.get_input_embeddings(), FloatEmbedding) else model.dtype
     if config.get("model_type") == "medusa":
-        return MedusaDraft(load_medusa(source, model.config.get_text_config()).to(model.device, model.dtype)), []
+        return MedusaDraft(load_medusa(source, model.config.get_text_config()).to(model.device, dtype)), []
     if is_eagle3(config):
         draft = load_eagle3(source, model.config, model.get_input_embeddings().weight)
         head = model.get_output_embeddings()
         if not isinstance(head, PackedLinear):
-            return Eagle3Draft(draft.to(model.device, model.dtype)), []
+            return Eagle3Draft(draft.to(model.device, dtype)), []
         bits = pack_draft(draft, head.matrix)
         return Eagle3Draft(draft), [f"the draft's weights were rounded to {bits} bits, as the target's are"]
-    return load_causal_draft(source, tokenizer, model.config.get_text_config().vocab_size, model.dtype, model.device), []
+    return load_causal_draft(source, tokenizer, model.config.get_text_config().vocab_size, dtype, model.device), []
 
 
 def pack_draft(draft: Eagle3Model, like: PackedMatrix) -> int:
