@@ -162,5 +162,8 @@ def test_the_draft_of_a_packed_model_computes_in_float32_and_leaves_the_models_e
     embedding = loaded.model.get_input_embeddings()
     draft, _ = load_draft(str(bundled_folder("stories") / "draft"), loaded.model, loaded.tokenizer, loaded.folder)
     assert isinstance(draft, Eagle3Draft)
-    assert {parameter.dtype for parameter in draft.model.parameters()} == {torch.float32}
+    own = {p.dtype for name, p in draft.model.named_parameters() if name != "embed_tokens.weight"}
+    assert own == {torch.float32}
+    assert draft.model.embed_tokens.weight.data_ptr() == embedding.weight.data_ptr(), "no copy of the model's embedding"
+    assert draft.model.embed_tokens(torch.tensor([3])).dtype == torch.float32
     assert embedding.weight.dtype == torch.bfloat16

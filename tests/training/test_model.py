@@ -62,8 +62,8 @@ def test_held_out_windows_have_one_length_in_all_phases(
         return 0.0
 
     monkeypatch.setattr("edgexpert.training.model.held_out_loss", spy)
-    train_model(TINY, corpus, tmp_path / "run", compile=False, stop_at=2)  # in the phase of 16 tokens
-    train_model(TINY, corpus, tmp_path / "run", compile=False)
+    train_model(TINY, corpus, tmp_path / "run", stop_at=2)  # in the phase of 16 tokens
+    train_model(TINY, corpus, tmp_path / "run")
     assert lengths == [32] * 4, "two domains, twice"
 
 

@@ -138,4 +138,4 @@ def _write(file: Path, content: bytes) -> None:
         partial.write_bytes(content)
         partial.replace(file)
     except OSError as error:
-        raise UserError(f"{file} cannot be written ({error.strerror}); give another `out`") from None
+        raise UserError(f"the file {file} cannot be written ({error.strerror}); give another `out`") from None
