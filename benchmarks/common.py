@@ -13,6 +13,7 @@ import typer
 import edgexpert
 from edgexpert.engine import Engine
 from edgexpert.errors import UserError
+from edgexpert.kernels import native
 
 BUNDLED_TEXTS = Path(edgexpert.__file__).parent / "models" / "stories" / "held_out.jsonl"
 RESULTS = Path("benchmarks/results")
@@ -37,8 +38,16 @@ def cut_texts(engine: Engine, texts: Path, prompt_tokens: int, more_tokens: int,
 
 def machine() -> dict[str, Any]:
     """What a speed depends on."""
-    return {"torch": torch.__version__, "threads": torch.get_num_threads(),
-            "machine": platform.processor() or platform.machine()}
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "kernels": native.path()}
+
+
+def processor() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def save(stem: Path, results: dict[str, Any], markdown: str) -> None:

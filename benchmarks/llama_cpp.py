@@ -12,7 +12,6 @@ Ours is measured without a policy (exact); a verify stage gives the logits of al
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
+from common import machine
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.dummy import DummySource, dummy_config
@@ -224,9 +224,8 @@ def main(
                       f"{row['ratio']:.2f}", f">= {row['target']}")
     Console().print(table)
     if json_file is not None:
-        machine = {"processor": platform.processor() or platform.machine(), "kernels": native.path(), "threads": threads,
-                   "peer": bench.parents[4].name, "weights": "random"}
-        json_file.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        about = {**machine(), "threads": threads, "peer": bench.parents[4].name, "weights": "random"}
+        json_file.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
