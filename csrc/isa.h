@@ -39,7 +39,7 @@ struct Isa {
   void (*activate)(Activation activation, bool gated, const float* y, std::int64_t width, float* out);
   // out[i] += weight * y[i]
   void (*add_scaled)(float weight, const float* y, std::int64_t n, float* out);
-  // Reads n bytes (a multiple of 256) at the speed of memory: the yardstick of benchmarks/kernels.py.
+  // Reads n bytes (a multiple of 256) at the speed of memory: the yardstick of benchmarks/native_kernels.py.
   std::uint64_t (*read)(const std::uint8_t* bytes, std::int64_t n);
   // Multiply-adds of int8 in registers alone, for `rounds` rounds; returns how many were done.
   std::int64_t (*peak)(std::int64_t rounds);

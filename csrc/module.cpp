@@ -181,7 +181,7 @@ NB_MODULE(_native, m) {
       },
       nb::call_guard<nb::gil_scoped_release>());
 
-  // Yardsticks of benchmarks/kernels.py.
+  // Yardsticks of benchmarks/native_kernels.py.
   m.def(
       "read_memory",
       [](Address bytes, std::int64_t n) {

@@ -13,21 +13,15 @@ from torch.nn import functional as F
 from edgexpert.kernels import native
 
 
-def _check(tensor: Tensor, *shape: int) -> None:
-    if tensor.dtype != torch.float32 or tensor.shape != shape or not tensor.is_contiguous():
-        raise ValueError(f"expected contiguous float32 {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x`` [..., n] over its root mean square, times ``weight`` [n]."""
     if native.path() == "torch":
         return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
     n = x.shape[-1]
     x = x.contiguous()
-    _check(x, *x.shape)
-    _check(weight, n)
+    arrays = native.address_of(x, torch.float32, *x.shape), native.address_of(weight, torch.float32, n)
     out = torch.empty_like(x)
-    native._native.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, eps)
+    native._native.rms_norm(*arrays, out.data_ptr(), x.numel() // n, n, eps)
     return out
 
 
@@ -37,10 +31,9 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight)
     n, outputs = x.shape[-1], len(weight)
     x = x.contiguous()
-    _check(x, *x.shape)
-    _check(weight, outputs, n)
+    arrays = native.address_of(x, torch.float32, *x.shape), native.address_of(weight, torch.float32, outputs, n)
     out = x.new_empty(*x.shape[:-1], outputs)
-    native._native.float_linear(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, outputs)
+    native._native.float_linear(*arrays, out.data_ptr(), x.numel() // n, n, outputs)
     return out
 
 
@@ -66,10 +59,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     fits = heads % kv_heads == 0 and key.shape[2] == dim and value.shape[:2] == key.shape[:2] and tokens <= keys
     if not fits or any(x.dtype != torch.float32 or x.stride(2) != 1 for x in (query, key, value)):
         raise ValueError(f"queries {tuple(query.shape)}, keys {tuple(key.shape)} and values {tuple(value.shape)} do not fit")
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != (tokens, keys) or not mask.is_contiguous()):
-        raise ValueError(f"expected a contiguous bool mask ({tokens}, {keys}), not {mask.dtype} {tuple(mask.shape)}")
+    seen = native.address_of(mask, torch.bool, tokens, keys)
     out = query.new_empty(tokens, heads, value.shape[2])
     arrays = [number for x in (query, key, value) for number in (x.data_ptr(), *x.stride()[:2])]
     sizes = (heads, kv_heads, tokens, keys, dim, value.shape[2])
-    native._native.attention(*arrays, 0 if mask is None else mask.data_ptr(), out.data_ptr(), *sizes, scale)
+    native._native.attention(*arrays, seen, out.data_ptr(), *sizes, scale)
     return out

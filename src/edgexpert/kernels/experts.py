@@ -103,9 +103,7 @@ def _run_packed(
     activations = _packed_activations(x, pairs, order, weights, gate_up)
     down = None
     if select_down is not None:
-        by_token = torch.empty_like(activations)
-        by_token[order] = activations
-        down = select_down(by_token)
+        down = select_down(_by_token(activations, order))
     out = native.down(activations, weights.down, pairs, weight, len(x), *_in_order(down, order), bias=weights.down_bias)
     return out, down, read + _packed_bytes(weights.down, down, len(pairs.experts))
 
@@ -117,6 +115,13 @@ def _packed_activations(
         x, weights.gate_up, pairs, *_in_order(selection, order), bias=weights.gate_up_bias, activation=weights.activation,
         gated=weights.gated,
     )
+
+
+def _by_token(activations: Tensor, order: Tensor) -> Tensor:
+    """Rows that stand by expert, in the order of the routing's own pairs."""
+    rows = torch.empty_like(activations)
+    rows[order] = activations
+    return rows
 
 
 def _in_order(selection: ChannelSelection | None, order: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -141,10 +146,7 @@ def down_inputs(x: Tensor, routing: Routing, weights: ExpertWeights | PackedExpe
     """What goes into the down matrix of each pair where gate/up is loaded whole, [P, I]."""
     if isinstance(weights, PackedExpertWeights):
         pairs, order = native.group(routing)
-        activations = _packed_activations(x, pairs, order, weights, None)
-        by_token = torch.empty_like(activations)
-        by_token[order] = activations
-        return by_token
+        return _by_token(_packed_activations(x, pairs, order, weights, None), order)
     return _activations(x[routing.pair_token], list(_by_expert(routing)), weights, None)[0]
 
 

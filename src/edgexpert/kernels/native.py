@@ -106,7 +106,8 @@ def _float(x: Tensor, columns: int) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def _address(tensor: Tensor | None, kind: torch.dtype, *shape: int) -> int:
+def address_of(tensor: Tensor | None, kind: torch.dtype, *shape: int) -> int:
+    """Where a tensor's values begin, 0 for None; ValueError unless it is contiguous, of this type and shape."""
     if tensor is None:
         return 0
     if tensor.dtype != kind or tensor.shape != shape or not tensor.is_contiguous():
@@ -121,7 +122,7 @@ def _pairs(pairs: Pairs) -> tuple[int, ...]:
     if bound is None:
         loaded, count = len(pairs.experts), len(pairs.tokens)
         arrays = ((pairs.experts, loaded), (pairs.offsets, loaded + 1), (pairs.tokens, count))
-        bound = (loaded, count, *(_address(tensor, torch.int64, size) for tensor, size in arrays))
+        bound = (loaded, count, *(address_of(tensor, torch.int64, size) for tensor, size in arrays))
         pairs.__dict__["_native"] = bound
     return bound
 
@@ -132,9 +133,9 @@ def _selection(
     """The native arguments of a selection, and of a bias."""
     count = len(experts.values)
     return (
-        _address(loaded, torch.bool, count, experts.channels),
-        _address(compute, torch.bool, len(pairs.tokens), experts.channels),
-        _address(bias, torch.float32, count, experts.outputs),
+        address_of(loaded, torch.bool, count, experts.channels),
+        address_of(compute, torch.bool, len(pairs.tokens), experts.channels),
+        address_of(bias, torch.float32, count, experts.outputs),
     )
 
 
@@ -146,7 +147,7 @@ def group(routing: Routing) -> tuple[Pairs, Tensor]:
     pairs = len(expert)
     experts, offsets = expert.new_empty(count), expert.new_empty(count + 1)
     tokens, order = torch.empty_like(expert), torch.empty_like(expert)
-    addresses = [_address(t, torch.int64, len(t)) for t in (expert, token, experts, offsets, tokens, order)]
+    addresses = [address_of(t, torch.int64, len(t)) for t in (expert, token, experts, offsets, tokens, order)]
     loaded = _native.group(pairs, count, *addresses)
     return Pairs(experts[:loaded], offsets[: loaded + 1], tokens), order
 
@@ -163,7 +164,7 @@ def needed_channels(activations: Tensor, routing: Routing, keep_channels: float)
     weight, tokens = routing.pair_weight.float().contiguous(), len(routing.experts)
     offsets = F.pad(torch.bincount(routing.pair_token, minlength=tokens).cumsum(0), (1, 0))
     mask = torch.empty(pairs, channels, dtype=torch.bool)
-    arrays = (_address(x, torch.float32, pairs, channels), weight.data_ptr(), offsets.data_ptr())
+    arrays = (address_of(x, torch.float32, pairs, channels), weight.data_ptr(), offsets.data_ptr())
     _native.needed_channels(*arrays, tokens, channels, keep_channels, mask.data_ptr())
     return mask
 
@@ -177,8 +178,8 @@ def salient_channels(
     matrices = [tensor.contiguous() for tensor in (score, mask)]
     of_pairs = [tensor.contiguous() for tensor in (pair_expert, pair_depth)]
     arrays = [
-        *(_address(tensor, kind, pairs, channels) for tensor, kind in zip(matrices, (torch.float32, torch.bool), strict=True)),
-        *(_address(tensor, torch.int64, pairs) for tensor in of_pairs),
+        *(address_of(tensor, kind, pairs, channels) for tensor, kind in zip(matrices, (torch.float32, torch.bool), strict=True)),
+        *(address_of(tensor, torch.int64, pairs) for tensor in of_pairs),
     ]
     _native.salient_channels(*arrays, pairs, channels, selection_ratio, num_experts, loaded.data_ptr())
     return loaded
@@ -211,7 +212,7 @@ def attention_layer(
         raise ValueError(f"expected matrices of {shapes}")
     widths = [*(outputs for _, outputs in shapes), hidden, *((dim, dim) if per_head else (width, kv_width))]
     vectors = zip((*biases, norm, *head_norms), widths, strict=True)
-    addresses = [_address(vector, torch.float32, size) for vector, size in vectors]
+    addresses = [address_of(vector, torch.float32, size) for vector, size in vectors]
     bound = [_bind(matrix) for matrix in matrices]
     return _native.AttentionLayer(*bound, *addresses, per_head, heads, kv_heads, dim, eps, scale, residual, clip)
 
@@ -226,10 +227,10 @@ def run_attention_layer(
     if length + tokens > capacity:
         raise ValueError(f"{length} + {tokens} tokens in a cache for {capacity}")
     states, rotary, cache = (1, tokens, hidden), (1, tokens, dim), (1, kv_heads, capacity, dim)
-    arrays = [_address(t, torch.float32, *shape) for t, shape in ((cos, rotary), (sin, rotary), (keys, cache), (values, cache))]
-    seen = _address(mask, torch.bool, 1, 1, tokens, length + tokens)
-    into = _address(out, torch.float32, *states)
-    _native.AttentionLayer.run(layer, _address(x, torch.float32, *states), tokens, *arrays, capacity, length, seen, into)
+    arrays = [address_of(t, torch.float32, *shape) for t, shape in ((cos, rotary), (sin, rotary), (keys, cache), (values, cache))]
+    seen = address_of(mask, torch.bool, 1, 1, tokens, length + tokens)
+    into = address_of(out, torch.float32, *states)
+    _native.AttentionLayer.run(layer, address_of(x, torch.float32, *states), tokens, *arrays, capacity, length, seen, into)
 
 
 def expert_layer(
@@ -239,11 +240,11 @@ def expert_layer(
     """The expert half of a decoder layer, see csrc/layer.h. Its tensors must outlive it."""
     matrices = (gate_up, down)
     shapes = [(len(matrix.values), matrix.outputs) for matrix in matrices]
-    addresses = [_address(bias, torch.float32, *shape) for bias, shape in zip(biases, shapes, strict=True)]
+    addresses = [address_of(bias, torch.float32, *shape) for bias, shape in zip(biases, shapes, strict=True)]
     bound = (*(_bind(matrix) for matrix in matrices), *addresses)
     rule = (top_k, sigmoid, normalise, eps, router_scale, residual)
     hidden = gate_up.channels
-    floats = (_address(norm, torch.float32, hidden), _address(router, torch.float32, len(gate_up.values), hidden))
+    floats = (address_of(norm, torch.float32, hidden), address_of(router, torch.float32, len(gate_up.values), hidden))
     return _native.ExpertLayer(*floats, *rule, *bound, _ACTIVATIONS[activation], gated)
 
 
@@ -258,7 +259,7 @@ def linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tenso
         return packed.linear(x, matrix, bias)
     x = _float(x, matrix.channels)
     out = x.new_empty(len(x), matrix.outputs)
-    _native.linear(_bind(matrix), x.data_ptr(), len(x), _address(bias, torch.float32, matrix.outputs), out.data_ptr())
+    _native.linear(_bind(matrix), x.data_ptr(), len(x), address_of(bias, torch.float32, matrix.outputs), out.data_ptr())
     return out
 
 
@@ -302,7 +303,7 @@ def down(
         raise ValueError(f"expected a row for each of {len(pairs.tokens)} pairs, not {len(x)}")
     out = x.new_empty(tokens, experts.outputs)
     selection = _selection(experts, pairs, loaded, compute, bias)
-    weight = _address(weights, torch.float32, len(pairs.tokens))
+    weight = address_of(weights, torch.float32, len(pairs.tokens))
     _native.down(_bind(experts), x.data_ptr(), tokens, *_pairs(pairs), *selection, weight, out.data_ptr())
     return out
 
@@ -336,10 +337,10 @@ def run_experts(
         len(x),
         *_pairs(pairs),
         *_selection(gate_up_experts, pairs, loaded, compute, gate_up_bias),
-        _address(down_bias, torch.float32, count, down_experts.outputs),
+        address_of(down_bias, torch.float32, count, down_experts.outputs),
         _ACTIVATIONS[activation],
         gated,
-        _address(weights, torch.float32, len(pairs.tokens)),
+        address_of(weights, torch.float32, len(pairs.tokens)),
         out.data_ptr(),
     )
     return out

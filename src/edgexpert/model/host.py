@@ -254,13 +254,12 @@ class HostedModel:
         if block.packed is None and gate_up is None and not routing.has_gaps:
             # one product on the same data as the library's where nothing is skipped
             plan = LayerPlan(block.layer, routing, storage=self.storage.get(block.layer))
-            out = self._library(block, x, *args, **kwargs)
+            out, read = self._library(block, x, *args, **kwargs), None
         else:
             out, down, read = run_experts(x, routing, block.packed or block.weights(), gate_up, select_down if gate_up else None)
             plan = LayerPlan(block.layer, routing, gate_up, down, self.storage.get(block.layer))
-            assert plan.storage is not None or abs(plan.bytes(block.shape) - read) < 1, "bytes planned are the bytes read"
-        running.plans[block.layer] = plan
-        running.expert_bytes += plan.bytes(block.shape)
+        planned = self._take_note(running, block, plan)
+        assert read is None or plan.storage is not None or abs(planned - read) < 1, "bytes planned are the bytes read"
         if self.recorder is not None:
             (stage,) = running.stages
             self.recorder.layer(LayerRecord(
@@ -280,8 +279,14 @@ class HostedModel:
         assert running is not None
         routing = Routing(experts, weights, block.num_experts, complete=True)
         running.exact[block.layer] = running.routings[block.layer] = routing
-        running.plans[block.layer] = plan = LayerPlan(block.layer, routing)
-        running.expert_bytes += plan.bytes(block.shape)
+        self._take_note(running, block, LayerPlan(block.layer, routing))
+
+    def _take_note(self, running: Pass, block: MoeBlock, plan: LayerPlan) -> float:
+        """Keeps a layer's plan and counts its bytes, which are returned."""
+        planned = plan.bytes(block.shape)
+        running.plans[block.layer] = plan
+        running.expert_bytes += planned
+        return planned
 
     def _library(self, block: MoeBlock, *args: Tensor, **kwargs: Tensor) -> Tensor:
         own = type(block.experts).forward.__wrapped__  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 """Speed of the native kernels against what the machine can do: memory that is read, and multiply-adds in registers alone.
 
-    python benchmarks/kernels.py --threads 2 --json benchmarks/results/kernels.json
+    python benchmarks/native_kernels.py --threads 2 --json benchmarks/results/kernels.json
 
 One layer of OLMoE's shape at a time (64 experts, top 8, 4 bits in groups of 32; random weights). Every ratio comes from runs that
 took turns; each figure is the median of its repetitions.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
+import os
 import subprocess
 import time
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from common import processor
 from edgexpert.kernels import native
 from edgexpert.kernels.packed import PackedExperts, Pairs
 
@@ -145,9 +146,7 @@ def main() -> None:
     Console().print(table)
     if args.json:
         compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0]
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-        machine = dict(processor=cpu[0] if cpu else platform.processor(), processors=len(cpu), compiler=compiler, path=path)
+        machine = dict(processor=processor(), processors=os.cpu_count(), compiler=compiler, path=path)
         result = dict(machine=machine, threads=args.threads, repetitions=args.repetitions, rows=rows)
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
