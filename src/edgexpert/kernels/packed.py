@@ -2,8 +2,8 @@
 
 All outputs of an input channel are one row, so that a skipped channel is a skipped contiguous run. Activations are quantised to
 8 bits token by token (scale = largest magnitude of the whole row / 127, before any channel is left out; halves round to even),
-products are summed as integers within a group of channels, and the groups are added in float32 in ascending order. 16-bit weights
-take float activations as they are.
+products are summed as integers within a group of channels, and the groups are added in float32 in ascending order, in four parts
+that are added in their order: threads can share the channels of a matrix. 16-bit weights take float activations as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from torch import Tensor
 
 ALIGNMENT = 32
 """Rows are padded to a multiple of this many outputs."""
+
+PARTS = 4
+"""The groups of a matrix are summed in so many runs, which are then added."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -121,10 +124,13 @@ def _product(x: Tensor, matrix: PackedMatrix, selected: Tensor | None, bias: Ten
         if selected is not None:
             x = x * selected
         exact = torch.float32 if matrix.group * 127 * 127 < 2**24 else torch.float64
-        out = x.new_zeros(len(x), q.shape[1])
-        for g in range(len(scales)):
-            part = slice(g * matrix.group, (g + 1) * matrix.group)
-            out = out + (x[:, part].to(exact) @ (q[part] - zeros[g]).to(exact)).float() * scales[g]
+        out = torch.zeros(())
+        for p in range(PARTS):
+            part = x.new_zeros(len(x), q.shape[1])
+            for g in range(p * len(scales) // PARTS, (p + 1) * len(scales) // PARTS):
+                rows = slice(g * matrix.group, (g + 1) * matrix.group)
+                part = part + (x[:, rows].to(exact) @ (q[rows] - zeros[g]).to(exact)).float() * scales[g]
+            out = out + part
         out = out * x_scale
     out = out[:, : matrix.outputs]
     return out if bias is None else out + bias
