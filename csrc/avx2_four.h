@@ -30,7 +30,7 @@ class FourBits {
   void run(std::int64_t begin, std::int64_t end) {
     for (std::int64_t r = 0; r < p.rows; r += most_rows) {
       const std::int64_t rows = smaller(most_rows, p.rows - r);
-      const std::int64_t block = larger(unit, kAccumulators / 2 / rows / unit * unit);
+      const std::int64_t block = larger(unit, kAccumulators / rows / unit * unit);
       if (rows > 1) pack(r, rows);
       for (std::int64_t c = begin; c < end; c += block) columns(r, rows, c, smaller(block, end - c));
     }

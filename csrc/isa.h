@@ -14,7 +14,7 @@ namespace edgexpert {
 constexpr std::int64_t kParts = 4;
 constexpr std::int64_t kColumns = 128;    // columns are split at multiples of this (a cache line of 4-bit weights)
 constexpr std::int64_t kRows = 64;        // most rows that share one unpacking of the weights
-constexpr std::int64_t kAccumulators = 8192;  // most floats that are summed at once: half of a level-1 cache, or all of it
+constexpr std::int64_t kAccumulators = 8192;  // most floats that are summed at once
 
 // A product of some rows of activations with columns [begin, end) of one matrix.
 struct Product {
