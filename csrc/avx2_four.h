@@ -85,13 +85,13 @@ class FourBits {
   }
 
   void columns(std::int64_t r, std::int64_t rows, std::int64_t c, std::int64_t width) {
-    std::memset(totals, 0, rows * width * sizeof(float));
     const std::int64_t last = p.first_group(p.last_part);
     Ahead ahead;
     ahead.width = width / 2;
     std::int64_t g = p.first_group(p.first_part), ahead_count = g < last ? find(g, c, ahead.rows) : 0;
     for (std::int64_t part = p.first_part; part < p.last_part; ++part) {
-      std::memset(sums, 0, rows * width * sizeof(float));
+      float* const to = part == p.first_part ? totals : sums;  // the first part need not be added to nothing
+      std::memset(to, 0, rows * width * sizeof(float));
       for (; g < p.first_group(part + 1); ++g) {
         const std::uint8_t* now[most_channels];
         const std::int64_t count = ahead_count;
@@ -104,13 +104,13 @@ class FourBits {
             _mm_prefetch(reinterpret_cast<const char*>(scales + p.padded + at + i), _MM_HINT_T0);
           if (rows == 1) {
             multiply(now, at / 2, static_cast<const std::int8_t*>(p.x[r]) + 4 * p.quads[g], count / 2, ahead, p.sums[r][g],
-                     scales + at, sums + at);
+                     scales + at, to + at);
           } else {
-            multiply_rows(now, at / 2, count / 4, ahead, g, rows, scales + at, sums + at, width);
+            multiply_rows(now, at / 2, count / 4, ahead, g, rows, scales + at, to + at, width);
           }
         }
       }
-      add_up(sums, rows * width, totals);
+      if (to == sums) add_up(sums, rows * width, totals);
     }
     for (std::int64_t i = 0; i < rows; ++i) {
       if (rows > 1)
