@@ -1,8 +1,9 @@
-// 4-bit weights in symmetric groups of at most 32 channels on AVX2: the common case, and twice as fast as the general body.
+// 4-bit weights in symmetric groups of at most 32 channels on AVX2: the common case, and several times as fast as the general body.
 //
-// Two channels at a time: the nibbles of two rows are interleaved bytewise, and vpmaddubsw adds the two products of an output in 16
-// bits. The sums wrap around, but what is left when 8 * sum(x) is taken off, sum((q - 8) x), fits again: |.| <= 8 * 127 * 32 = 32512.
-// So a group needs no widening before its end.
+// vpmaddubsw adds the products of two channels in 16 bits, and no group needs wider sums: sum((q - 8) x) is at most 8 * 127 * 32 =
+// 32512. For one row of activations two channels are interleaved bytewise as they are read, and their sums, which may wrap around on
+// the way, have 8 * sum(x) taken off in the end. For more rows the weights of a group are unpacked once, four channels in a 32-bit
+// lane, and each row starts from what is to be taken off.
 #pragma once
 
 #include <immintrin.h>
@@ -14,18 +15,23 @@ namespace {
 
 class FourBits {
  public:
-  static constexpr std::int64_t unit = 128, unit_bytes = 64, vectors = 8, most_channels = 32;
+  static constexpr std::int64_t unit = 128, vectors = 16, most_channels = 32, most_rows = 32;
 
   static bool fits(const Product& p) { return p.bits == 4 && !p.zeros && p.group <= most_channels; }
 
-  explicit FourBits(const Product& product)
-      : p(product), accumulators(reinterpret_cast<float*>(p.scratch)), row_bytes(p.padded / 2) {}
+  explicit FourBits(const Product& product) : p(product), row_bytes(p.padded / 2) {
+    sums = reinterpret_cast<float*>(p.scratch);
+    totals = sums + kAccumulators;
+    starts = reinterpret_cast<std::int32_t*>(totals + kAccumulators);
+    activations = reinterpret_cast<std::int8_t*>(starts + p.groups * most_rows);
+  }
 
   // Columns [begin, end), a multiple of `unit` wide.
   void run(std::int64_t begin, std::int64_t end) {
-    for (std::int64_t r = 0; r < p.rows; r += kRows) {
-      const std::int64_t rows = smaller(kRows, p.rows - r);
-      const std::int64_t block = larger(unit, kAccumulators / 2 / rows / unit * unit);
+    for (std::int64_t r = 0; r < p.rows; r += most_rows) {
+      const std::int64_t rows = smaller(most_rows, p.rows - r);
+      const std::int64_t block = larger(unit, kAccumulators / rows / unit * unit);
+      if (rows > 1) pack(r, rows);
       for (std::int64_t c = begin; c < end; c += block) columns(r, rows, c, smaller(block, end - c));
     }
   }
@@ -56,56 +62,83 @@ class FourBits {
     return count;
   }
 
-  void columns(std::int64_t r, std::int64_t rows, std::int64_t c, std::int64_t width) {
-    std::memset(accumulators, 0, rows * width * sizeof(float));
-    Ahead ahead;
-    ahead.width = width / 2;
-    const std::uint8_t* now[most_channels];
-    std::int64_t ahead_count = p.groups ? find(0, c, ahead.rows) : 0;
-    for (std::int64_t g = 0; g < p.groups; ++g) {
-      const std::int64_t count = ahead_count;
-      std::memcpy(now, ahead.rows, count * sizeof(now[0]));
-      ahead_count = g + 1 < p.groups ? find(g + 1, c, ahead.rows) : 0;
-      ahead.begin(ahead_count);
-      const std::int64_t pairs = count / 2;
-      const std::uint16_t* scales = p.scales + g * p.padded + c;
-      const std::int64_t first = 4 * p.quads[g];
-      for (std::int64_t at = 0; at < width && count; at += unit) {
-        for (std::int64_t i = 0; i < unit; i += 32)
-          _mm_prefetch(reinterpret_cast<const char*>(scales + p.padded + at + i), _MM_HINT_T0);
-        if (rows == 1) {
-          multiply(now, at / 2, static_cast<const std::int8_t*>(p.x[r]) + first, pairs, ahead, p.sums[r][g], scales + at,
-                   accumulators + at);
-          continue;
+  // Copies the rows' activations group by group, and finds what their sums start from: -8 x in the two 16-bit halves of a lane.
+  void pack(std::int64_t r, std::int64_t rows) {
+    for (std::int64_t g = p.first_group(p.first_part); g < p.first_group(p.last_part); ++g) {
+      const std::int64_t first = 4 * p.quads[g], count = 4 * p.quads[g + 1] - first;
+      for (std::int64_t i = 0; i < rows; ++i) {
+        std::int8_t* to = activations + (g * most_rows + i) * most_channels;
+        const std::int8_t* from = static_cast<const std::int8_t*>(p.x[r + i]) + first;
+        if (count == most_channels) {
+          std::memcpy(to, from, most_channels);
+        } else {
+          std::memset(to, 0, most_channels);
+          std::memcpy(to, from, count);
         }
-        alignas(32) __m256i unpacked[most_channels / 2 * vectors];
-        unpack(now, at / 2, pairs, ahead, unpacked);
-        alignas(32) float unit_scales[unit];
-        for (std::int64_t i = 0; i < unit; i += 8) _mm256_store_ps(unit_scales + i, eight(scales + at + i));
-        std::int64_t i = 0;
-        for (; i + 2 <= rows; i += 2) {
-          const std::int8_t* x[2];
-          std::int32_t x_sums[2];
-          float* to[2];
-          for (int k = 0; k < 2; ++k) {
-            x[k] = static_cast<const std::int8_t*>(p.x[r + i + k]) + first;
-            x_sums[k] = p.sums[r + i + k][g];
-            to[k] = accumulators + (i + k) * width + at;
-          }
-          for (int half = 0; half < 2; ++half) multiply_two(unpacked + 4 * half, x, pairs, x_sums, unit_scales, to, 64 * half);
-        }
-        if (i < rows)
-          multiply_one(unpacked, static_cast<const std::int8_t*>(p.x[r + i]) + first, pairs, p.sums[r + i][g], unit_scales,
-                       accumulators + i * width + at);
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), load(reinterpret_cast<const std::uint8_t*>(to)));
+        __m128i sum = _mm_add_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+        sum = _mm_add_epi16(sum, _mm_srli_si128(sum, 8));
+        sum = _mm_add_epi16(sum, _mm_srli_si128(sum, 4));
+        starts[g * most_rows + i] = _mm_cvtsi128_si32(_mm_sub_epi16(_mm_setzero_si128(), _mm_slli_epi16(sum, 3)));
       }
     }
+  }
+
+  void columns(std::int64_t r, std::int64_t rows, std::int64_t c, std::int64_t width) {
+    std::memset(totals, 0, rows * width * sizeof(float));
+    const std::int64_t last = p.first_group(p.last_part);
+    Ahead ahead;
+    ahead.width = width / 2;
+    std::int64_t g = p.first_group(p.first_part), ahead_count = g < last ? find(g, c, ahead.rows) : 0;
+    for (std::int64_t part = p.first_part; part < p.last_part; ++part) {
+      std::memset(sums, 0, rows * width * sizeof(float));
+      for (; g < p.first_group(part + 1); ++g) {
+        const std::uint8_t* now[most_channels];
+        const std::int64_t count = ahead_count;
+        std::memcpy(now, ahead.rows, count * sizeof(now[0]));
+        ahead_count = g + 1 < last ? find(g + 1, c, ahead.rows) : 0;
+        ahead.begin(ahead_count);
+        const std::uint16_t* scales = p.scales + g * p.padded + c;
+        for (std::int64_t at = 0; at < width && count; at += unit) {
+          for (std::int64_t i = 0; i < unit; i += 32)
+            _mm_prefetch(reinterpret_cast<const char*>(scales + p.padded + at + i), _MM_HINT_T0);
+          if (rows == 1) {
+            multiply(now, at / 2, static_cast<const std::int8_t*>(p.x[r]) + 4 * p.quads[g], count / 2, ahead, p.sums[r][g],
+                     scales + at, sums + at);
+          } else {
+            multiply_rows(now, at / 2, count / 4, ahead, g, rows, scales + at, sums + at, width);
+          }
+        }
+      }
+      add_up(sums, rows * width, totals);
+    }
     for (std::int64_t i = 0; i < rows; ++i) {
-      const float scale = p.x_scales[r + i];
-      const float* y = accumulators + i * width;
+      if (rows > 1)
+        for (std::int64_t at = 0; at < width; at += unit / 2) in_order(totals + i * width + at);
+      const float scale = p.x_scales ? p.x_scales[r + i] : 1.0f;
+      const float* y = totals + i * width;
       float* out = p.out + (r + i) * p.out_stride + c;
       const std::int64_t n = smaller(width, p.outputs - c);
       for (std::int64_t k = 0; k < n; ++k) out[k] = p.bias ? y[k] * scale + p.bias[c + k] : y[k] * scale;
     }
+  }
+
+  // Adds a unit of a group, for several rows of activations, to their sums, `stride` apart.
+  void multiply_rows(const std::uint8_t* const* now, std::int64_t offset, std::int64_t quads, Ahead& ahead, std::int64_t g,
+                     std::int64_t rows, const std::uint16_t* scales, float* to, std::int64_t stride) const {
+    alignas(32) __m256i weights[most_channels / 4 * vectors];
+    alignas(32) __m256 unit_scales[vectors];
+    unpack(now, offset, quads, ahead, weights);
+    spread(scales, unit_scales);
+    const std::int8_t* x = activations + g * most_rows * most_channels;
+    const std::int32_t* start = starts + g * most_rows;
+    std::int64_t i = 0;
+    for (; i + 2 <= rows; i += 2)
+      for (std::int64_t n = 0; n < vectors; n += 4)
+        multiply_two(weights + n, x + i * most_channels, quads, start + i, unit_scales + n, to + i * stride + 8 * n, stride);
+    if (i < rows)
+      for (std::int64_t n = 0; n < vectors; n += 8)
+        multiply_one(weights + n, x + i * most_channels, quads, start[i], unit_scales + n, to + i * stride + 8 * n);
   }
 
   static inline __attribute__((always_inline)) __m256i load(const std::uint8_t* p) {
@@ -119,9 +152,10 @@ class FourBits {
     return _mm256_set1_epi16(both);
   }
 
+  // sum + w xs in 16 bits. As instructions: gcc computes many products before it adds the first and spills them, or copies each sum.
   static inline __attribute__((always_inline)) __m256i add(__m256i sum, __m256i w, __m256i xs) {
-    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(w, xs));
-    asm volatile("" : "+x"(sum));  // left free, gcc computes many products before it adds the first, and spills them
+    __m256i product;
+    asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(w), "x"(xs));
     return sum;
   }
 
@@ -132,11 +166,11 @@ class FourBits {
     if (ahead.line >= ahead.end) ahead.next();
   }
 
-  // Adds a unit of a group for one row of activations whose sum over the group is x_sum. These loops are functions of their own so
-  // that the sums stay in registers.
+  // Adds a unit of a group for one row of activations whose sum over the group is x_sum. The loops are functions of their own so
+  // that their sums stay in registers.
   static __attribute__((noinline)) void multiply(const std::uint8_t* const* rows, std::int64_t offset, const std::int8_t* x,
                                                  std::int64_t pairs, Ahead& ahead, std::int32_t x_sum,
-                                                 const std::uint16_t* scales, float* accumulators) {
+                                                 const std::uint16_t* scales, float* to) {
     const __m256i nibble = _mm256_set1_epi8(15);
     __m256i s0{}, s1{}, s2{}, s3{}, s4{}, s5{}, s6{}, s7{};
     for (std::int64_t pair = 0; pair < pairs; ++pair) {
@@ -157,34 +191,75 @@ class FourBits {
       s7 = add(s7, _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble), xs);
     }
     const __m256i zero = _mm256_set1_epi16(static_cast<std::int16_t>(8 * x_sum));
-    finish(s0, s1, zero, scales, accumulators);
-    finish(s2, s3, zero, scales + 16, accumulators + 16);
-    finish(s4, s5, zero, scales + 64, accumulators + 64);
-    finish(s6, s7, zero, scales + 80, accumulators + 80);
+    finish(s0, s1, zero, scales, to);
+    finish(s2, s3, zero, scales + 16, to + 16);
+    finish(s4, s5, zero, scales + 64, to + 64);
+    finish(s6, s7, zero, scales + 80, to + 80);
   }
 
-  // The nibbles of two rows side by side, eight vectors a pair: a 16-bit lane has an output of both.
-  static __attribute__((noinline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, std::int64_t pairs,
+  // The weights of four channels in each 32-bit lane, 16 vectors a quad. A vector has every other output of two runs of eight, the
+  // second 32 further on: eight vectors, of even and odd outputs in turn, make half a unit.
+  static __attribute__((noinline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, std::int64_t quads,
                                                Ahead& ahead, __m256i* out) {
     const __m256i nibble = _mm256_set1_epi8(15);
-    for (std::int64_t pair = 0; pair < pairs; ++pair) {
+    for (std::int64_t quad = 0; quad < quads; ++quad, rows += 4) {
       ask(ahead);
-      for (int half = 0; half < 2; ++half, out += 4) {
-        const __m256i a = load(rows[2 * pair] + offset + 32 * half), b = load(rows[2 * pair + 1] + offset + 32 * half);
-        const __m256i low = _mm256_unpacklo_epi8(a, b), high = _mm256_unpackhi_epi8(a, b);
-        out[0] = _mm256_and_si256(low, nibble);
-        out[1] = _mm256_and_si256(_mm256_srli_epi16(low, 4), nibble);
-        out[2] = _mm256_and_si256(high, nibble);
-        out[3] = _mm256_and_si256(_mm256_srli_epi16(high, 4), nibble);
+      ask(ahead);
+      for (int half = 0; half < 2; ++half) {
+        const std::int64_t at = offset + 32 * half;
+        const __m256i a = load(rows[0] + at), b = load(rows[1] + at), c = load(rows[2] + at), d = load(rows[3] + at);
+        const __m256i ab = _mm256_unpacklo_epi8(a, b), cd = _mm256_unpacklo_epi8(c, d);
+        const __m256i ab_high = _mm256_unpackhi_epi8(a, b), cd_high = _mm256_unpackhi_epi8(c, d);
+        const __m256i fours[4] = {_mm256_unpacklo_epi16(ab, cd), _mm256_unpackhi_epi16(ab, cd),
+                                  _mm256_unpacklo_epi16(ab_high, cd_high), _mm256_unpackhi_epi16(ab_high, cd_high)};
+        for (const __m256i four : fours) {
+          *out++ = _mm256_and_si256(four, nibble);
+          *out++ = _mm256_and_si256(_mm256_srli_epi16(four, 4), nibble);
+        }
       }
     }
   }
 
-  static __attribute__((noinline)) void multiply_one(const __m256i* w, const std::int8_t* x, std::int64_t pairs, std::int32_t x_sum,
-                                                     const float* scales, float* accumulators) {
-    __m256i s0{}, s1{}, s2{}, s3{}, s4{}, s5{}, s6{}, s7{};
-    for (std::int64_t pair = 0; pair < pairs; ++pair, w += vectors) {
-      const __m256i xs = two(x + 2 * pair);
+  // The scales of a unit in the order of unpacked weights.
+  static void spread(const std::uint16_t* scales, __m256* out) {
+    for (int half = 0; half < 2; ++half, scales += 64)
+      for (int i = 0; i < 32; i += 8) {
+        const __m256 a = eight(scales + i), b = eight(scales + 32 + i);
+        const __m256 low = _mm256_permute2f128_ps(a, b, 0x20), high = _mm256_permute2f128_ps(a, b, 0x31);
+        *out++ = _mm256_shuffle_ps(low, high, 0x88);
+        *out++ = _mm256_shuffle_ps(low, high, 0xdd);
+      }
+  }
+
+  // Half a unit of sums from the order of unpacked weights into that of outputs.
+  static void in_order(float* sums) {
+    __m256 out[8];
+    for (int i = 0; i < 4; ++i) {
+      const __m256 even = _mm256_load_ps(sums + 16 * i), odd = _mm256_load_ps(sums + 16 * i + 8);
+      const __m256 low = _mm256_unpacklo_ps(even, odd), high = _mm256_unpackhi_ps(even, odd);
+      out[i] = _mm256_permute2f128_ps(low, high, 0x20);
+      out[i + 4] = _mm256_permute2f128_ps(low, high, 0x31);
+    }
+    for (int i = 0; i < 8; ++i) _mm256_store_ps(sums + 8 * i, out[i]);
+  }
+
+  static inline __attribute__((always_inline)) __m256i four(const std::int8_t* x) {
+    std::int32_t all;
+    std::memcpy(&all, x, 4);
+    return _mm256_set1_epi32(all);
+  }
+
+  static inline __attribute__((always_inline)) void scale(__m256i sum, __m256 scales, float* to) {
+    const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(sum, _mm256_set1_epi16(1))), scales);
+    _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), product));
+  }
+
+  // Eight vectors of outputs for one row of activations.
+  static __attribute__((noinline)) void multiply_one(const __m256i* w, const std::int8_t* x, std::int64_t quads, std::int32_t start,
+                                                     const __m256* scales, float* to) {
+    __m256i s0 = _mm256_set1_epi32(start), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
+    for (std::int64_t quad = 0; quad < quads; ++quad, w += vectors) {
+      const __m256i xs = four(x + 4 * quad);
       s0 = add(s0, w[0], xs);
       s1 = add(s1, w[1], xs);
       s2 = add(s2, w[2], xs);
@@ -194,21 +269,24 @@ class FourBits {
       s6 = add(s6, w[6], xs);
       s7 = add(s7, w[7], xs);
     }
-    const __m256i zero = _mm256_set1_epi16(static_cast<std::int16_t>(8 * x_sum));
-    finish(s0, s1, zero, scales, accumulators);
-    finish(s2, s3, zero, scales + 16, accumulators + 16);
-    finish(s4, s5, zero, scales + 64, accumulators + 64);
-    finish(s6, s7, zero, scales + 80, accumulators + 80);
+    scale(s0, scales[0], to);
+    scale(s1, scales[1], to + 8);
+    scale(s2, scales[2], to + 16);
+    scale(s3, scales[3], to + 24);
+    scale(s4, scales[4], to + 32);
+    scale(s5, scales[5], to + 40);
+    scale(s6, scales[6], to + 48);
+    scale(s7, scales[7], to + 56);
   }
 
-  // Half a unit, from column `at`, for two rows of activations: each vector of weights is loaded once for both.
-  static __attribute__((noinline)) void multiply_two(const __m256i* w, const std::int8_t* const* x, std::int64_t pairs,
-                                                     const std::int32_t* x_sums, const float* scales, float* const* accumulators,
-                                                     std::int64_t at) {
-    __m256i a0{}, a1{}, a2{}, a3{}, b0{}, b1{}, b2{}, b3{};
-    const std::int8_t *xa = x[0], *xb = x[1];
-    for (std::int64_t pair = 0; pair < pairs; ++pair, w += vectors) {
-      const __m256i as = two(xa + 2 * pair), bs = two(xb + 2 * pair);
+  // Four vectors of outputs for two rows of activations: each vector of weights is loaded once for both.
+  static __attribute__((noinline)) void multiply_two(const __m256i* w, const std::int8_t* x, std::int64_t quads,
+                                                     const std::int32_t* starts, const __m256* scales, float* to,
+                                                     std::int64_t stride) {
+    __m256i a0 = _mm256_set1_epi32(starts[0]), a1 = a0, a2 = a0, a3 = a0;
+    __m256i b0 = _mm256_set1_epi32(starts[1]), b1 = b0, b2 = b0, b3 = b0;
+    for (std::int64_t quad = 0; quad < quads; ++quad, w += vectors) {
+      const __m256i as = four(x + 4 * quad), bs = four(x + most_channels + 4 * quad);
       __m256i weights = w[0];
       a0 = add(a0, weights, as);
       b0 = add(b0, weights, bs);
@@ -222,41 +300,42 @@ class FourBits {
       a3 = add(a3, weights, as);
       b3 = add(b3, weights, bs);
     }
-    const __m256i zero_a = _mm256_set1_epi16(static_cast<std::int16_t>(8 * x_sums[0]));
-    finish(a0, a1, zero_a, scales + at, accumulators[0] + at);
-    finish(a2, a3, zero_a, scales + at + 16, accumulators[0] + at + 16);
-    const __m256i zero_b = _mm256_set1_epi16(static_cast<std::int16_t>(8 * x_sums[1]));
-    finish(b0, b1, zero_b, scales + at, accumulators[1] + at);
-    finish(b2, b3, zero_b, scales + at + 16, accumulators[1] + at + 16);
+    scale(a0, scales[0], to);
+    scale(a1, scales[1], to + 8);
+    scale(a2, scales[2], to + 16);
+    scale(a3, scales[3], to + 24);
+    scale(b0, scales[0], to + stride);
+    scale(b1, scales[1], to + stride + 8);
+    scale(b2, scales[2], to + stride + 16);
+    scale(b3, scales[3], to + stride + 24);
   }
 
-  // accumulators += (sums - zero) * scales. The sums are of even and odd outputs of two runs of 16, the second 32 further on.
-  template <class Scale>
-  static inline __attribute__((always_inline)) void finish(__m256i even, __m256i odd, __m256i zero, const Scale* scales,
-                                                           float* accumulators) {
+  // to += (sums - zero) * scales. The sums are of even and odd outputs of two runs of 16, the second 32 further on.
+  static inline __attribute__((always_inline)) void finish(__m256i even, __m256i odd, __m256i zero, const std::uint16_t* scales,
+                                                           float* to) {
     even = _mm256_sub_epi16(even, zero);
     odd = _mm256_sub_epi16(odd, zero);
     const __m256i low = _mm256_unpacklo_epi16(even, odd), high = _mm256_unpackhi_epi16(even, odd);
-    scale_eight(_mm256_castsi256_si128(low), scales, accumulators);
-    scale_eight(_mm256_castsi256_si128(high), scales + 8, accumulators + 8);
-    scale_eight(_mm256_extracti128_si256(low, 1), scales + 32, accumulators + 32);
-    scale_eight(_mm256_extracti128_si256(high, 1), scales + 40, accumulators + 40);
+    scale_eight(_mm256_castsi256_si128(low), scales, to);
+    scale_eight(_mm256_castsi256_si128(high), scales + 8, to + 8);
+    scale_eight(_mm256_extracti128_si256(low, 1), scales + 32, to + 32);
+    scale_eight(_mm256_extracti128_si256(high, 1), scales + 40, to + 40);
   }
 
   static inline __m256 eight(const std::uint16_t* scales) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales)));
   }
-  static inline __m256 eight(const float* scales) { return _mm256_loadu_ps(scales); }
 
-  template <class Scale>
-  static inline __attribute__((always_inline)) void scale_eight(__m128i sums, const Scale* scales, float* accumulators) {
+  static inline __attribute__((always_inline)) void scale_eight(__m128i sums, const std::uint16_t* scales, float* to) {
     const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(sums)), eight(scales));
-    _mm256_storeu_ps(accumulators, _mm256_add_ps(_mm256_loadu_ps(accumulators), product));
+    _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), product));
   }
 
   const Product& p;
-  float* accumulators;
   std::int64_t row_bytes;
+  float *sums, *totals;      // [rows, columns] of a part, and of the parts before it
+  std::int32_t* starts;      // [groups, most_rows]
+  std::int8_t* activations;  // [groups, most_rows, most_channels]
 };
 
 // The general body takes what is left: other formats, and the columns behind the last whole unit.

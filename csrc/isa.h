@@ -9,6 +9,13 @@
 
 namespace edgexpert {
 
+// The groups of a matrix are summed in this many runs of channels, and the runs added in their order: threads can share the reading of a
+// matrix, each some whole rows of it, and the sums are the same as with one.
+constexpr std::int64_t kParts = 4;
+constexpr std::int64_t kColumns = 128;    // columns are split at multiples of this (a cache line of 4-bit weights)
+constexpr std::int64_t kRows = 64;        // most rows that share one unpacking of the weights
+constexpr std::int64_t kAccumulators = 8192;  // most floats that are summed at once
+
 // A product of some rows of activations with columns [begin, end) of one matrix.
 struct Product {
   const std::uint8_t* values;
@@ -22,17 +29,22 @@ struct Product {
   std::int64_t rows;
   const void* const* x;              // [rows] int8 (float for 16 bits) activations in the order of `channels`
   const std::int32_t* const* sums;   // [rows] sums of x, by group
-  const float* x_scales;             // [rows]
+  const float* x_scales;             // [rows] or null for 1
   const float* bias;                 // [outputs] or null
   float* out;                        // [rows, out_stride]
   std::int64_t out_stride;
   std::int64_t begin, end;  // multiples of 128, or the end of the row
-  std::uint8_t* scratch;    // scratch_bytes(group), aligned to 64
+  std::int64_t first_part, last_part;  // of kParts: the product of their channels alone
+  std::uint8_t* scratch;    // scratch_bytes(group, groups), aligned to 64
+
+  std::int64_t first_group(std::int64_t part) const { return part * groups / kParts; }
 };
 
 struct Isa {
   const char* name;
   void (*product)(const Product&);
+  // out [n] = the kParts sums, `stride` apart, added and scaled, plus bias unless null: what product() does with all parts.
+  void (*join)(const float* sums, std::int64_t stride, std::int64_t n, float scale, const float* bias, float* out);
   // q = round_half_even(x * 127 / max|x|) of n values; returns the scale max|x| / 127.
   float (*quantise)(const float* x, std::int64_t n, std::int8_t* q);
   // y [width or 2 * width] -> out [width]
@@ -51,12 +63,8 @@ struct Isa {
   float (*exp_sum)(const float* x, std::int64_t n, float top);
 };
 
-constexpr std::int64_t kColumns = 128;    // columns are split at multiples of this (a cache line of 4-bit weights)
-constexpr std::int64_t kRows = 64;        // most rows that share one unpacking of the weights
-constexpr std::int64_t kAccumulators = 8192;  // most floats that accumulate at once: half of a level-1 cache, or all of it
-
-inline constexpr std::int64_t scratch_bytes(std::int64_t group) {
-  return kAccumulators * 4 + group * (kColumns + 64 + 3 * 8) + 4096;
+inline constexpr std::int64_t scratch_bytes(std::int64_t group, std::int64_t groups) {
+  return 2 * kAccumulators * 4 + group * (kColumns + 64 + 3 * 8) + groups * 32 * (32 + 4) + 4096;
 }
 
 extern const Isa isa_portable;

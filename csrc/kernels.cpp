@@ -31,12 +31,12 @@ class Buffer {
 };
 
 struct Task {
-  std::int64_t expert, begin, end;
+  std::int64_t expert, tile, begin, end, first_part, last_part;
 };
 
 // Shared by all calls, which hold busy().
 Buffer quantised, token_sums, token_scales, packed, packed_sums, channel_lists, quad_lists, row_x, row_sums, row_scales, products,
-    activations, scratch;
+    activations, partial, scratch;
 std::vector<Task> tasks;
 
 // Channels per block: those that share scales; 32 for weights without.
@@ -143,32 +143,38 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
     });
   }
 
-  // An expert's columns are split where there are few experts, or where it has more rows than its share. Few rows wait for memory,
-  // which is slow where threads read the two halves of the same lines' neighbourhood: they get long pieces.
+  // Few rows wait for memory, which is slow where threads take turns in the lines of one row: they share a small matrix by its
+  // channels. Many rows compute: an expert's columns are split where there are few experts or where it has more rows than its share.
   const auto cost = [&](std::int64_t u) { return std::max<std::int64_t>(4, pairs.offsets[u + 1] - pairs.offsets[u]); };
   std::int64_t total = 0;
-  for (std::int64_t u = 0; u < experts; ++u) total += cost(u);
+  for (std::int64_t u = 0; u < experts; ++u) total += cost(u) * w.tiles;
   const std::int64_t share = std::max<std::int64_t>(1, total / (4 * threads()));
+  const bool by_channels = threads() > 1 && count <= 16 * experts && experts * w.tiles < 4 * threads();
   tasks.clear();
   for (std::int64_t u = 0; u < experts; ++u) {
     if (pairs.offsets[u] == pairs.offsets[u + 1]) continue;
-    const std::int64_t least = cost(u) > 4 ? 512 : 2048;
-    const std::int64_t parts = std::clamp<std::int64_t>(cost(u) / share, 1, std::max<std::int64_t>(1, w.padded / least));
-    const std::int64_t width = threads() == 1 ? w.padded : ((w.padded + parts - 1) / parts + kColumns - 1) / kColumns * kColumns;
-    for (std::int64_t c = 0; c < w.padded; c += width) tasks.push_back({u, c, std::min(c + width, w.padded)});
+    const std::int64_t most = threads() == 1 || by_channels || cost(u) == 4 ? 1 : std::max<std::int64_t>(1, w.padded / 512);
+    const std::int64_t parts = std::clamp<std::int64_t>(cost(u) / share, 1, most);
+    const std::int64_t width = ((w.padded + parts - 1) / parts + kColumns - 1) / kColumns * kColumns;
+    for (std::int64_t tile = 0; tile < w.tiles; ++tile)
+      for (std::int64_t c = 0; c < w.padded; c += width)
+        for (std::int64_t part = 0; part < (by_channels ? kParts : 1); ++part)
+          tasks.push_back({u, tile, c, std::min(c + width, w.padded), part, by_channels ? part + 1 : kParts});
   }
 
-  const std::int64_t bytes = (scratch_bytes(block_of(w)) + 63) / 64 * 64;
+  const std::int64_t bytes = (scratch_bytes(block_of(w), blocks) + 63) / 64 * 64;
   auto* memory = scratch.get<std::uint8_t>(bytes * threads());
+  auto* apart = partial.get<float>(by_channels ? kParts * count * w.outputs : 0);
   parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t i, int thread) {
     const Task& task = tasks[i];
     const std::int64_t u = task.expert, e = pairs.experts[u], p = pairs.offsets[u], list = selected ? u : 0;
+    const std::int64_t place = e + task.tile, first = task.tile * w.padded;
     Product product{};
-    product.values = w.values + e * w.value_stride;
-    product.scales = reinterpret_cast<const std::uint16_t*>(reinterpret_cast<const char*>(w.scales) + e * w.scale_stride);
-    product.zeros = w.zeros ? w.zeros + e * w.zero_stride : nullptr;
+    product.values = w.values + place * w.value_stride;
+    product.scales = reinterpret_cast<const std::uint16_t*>(reinterpret_cast<const char*>(w.scales) + place * w.scale_stride);
+    product.zeros = w.zeros ? w.zeros + place * w.zero_stride : nullptr;
     product.padded = w.padded;
-    product.outputs = w.outputs;
+    product.outputs = std::min(w.padded, w.outputs - first);
     product.group = block_of(w);
     product.bits = w.bits;
     product.groups = blocks;
@@ -177,15 +183,23 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
     product.rows = pairs.offsets[u + 1] - p;
     product.x = pair_x + p;
     product.sums = pair_sums + p;
-    product.x_scales = pair_scales + p;
-    product.bias = bias ? bias + e * w.outputs : nullptr;
-    product.out = out + p * w.outputs;
+    product.x_scales = by_channels ? nullptr : pair_scales + p;
+    product.bias = bias && !by_channels ? bias + e * w.outputs + first : nullptr;
+    product.out = (by_channels ? apart + task.first_part * count * w.outputs : out) + p * w.outputs + first;
     product.out_stride = w.outputs;
     product.begin = task.begin;
     product.end = task.end;
+    product.first_part = task.first_part;
+    product.last_part = task.last_part;
     product.scratch = memory + thread * bytes;
     set.product(product);
   });
+  if (!by_channels) return;
+  for (std::int64_t u = 0; u < experts; ++u) {
+    const float* add = bias ? bias + pairs.experts[u] * w.outputs : nullptr;
+    for (std::int64_t p = pairs.offsets[u]; p < pairs.offsets[u + 1]; ++p)
+      set.join(apart + p * w.outputs, count * w.outputs, w.outputs, integer ? pair_scales[p] : 1.0f, add, out + p * w.outputs);
+  }
 }
 
 void gate_up_unlocked(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,

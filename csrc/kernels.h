@@ -17,6 +17,8 @@ struct Weights {
   std::int64_t count = 1, channels = 0, outputs = 0, padded = 0;
   int bits = 4;
   std::int64_t group = 32;  // channels that share a row of scales
+  // A wide matrix lies in tiles of `padded` outputs each, a stride apart, so that threads have rows of their own to read.
+  std::int64_t tiles = 1;  // more than one only where count is 1
 
   std::int64_t row_bytes() const { return padded * bits / 8; }
 };

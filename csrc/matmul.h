@@ -2,10 +2,11 @@
 //
 // A unit is the outputs that one step works on; its weights become `vectors` vectors, each with the four channels of a quad for
 // every output (the form that dot-product instructions take). Integer sums are exact, and floats are added group by group in
-// ascending order with a separate multiplication and addition: every instruction set, number of rows and split of columns gives
+// ascending order with a separate multiplication and addition, part by part (see kParts): every instruction set, number of rows and split of columns gives
 // the same bits.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -16,6 +17,10 @@ namespace {
 
 inline std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 inline std::int64_t larger(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+
+inline void add_up(const float* sums, std::int64_t n, float* totals) {
+  for (std::int64_t i = 0; i < n; ++i) totals[i] += sums[i];
+}
 
 // Walks over the rows of the next group while this one is multiplied, so that its bytes arrive in the order of memory.
 struct Prefetch {
@@ -34,11 +39,11 @@ struct Prefetch {
   }
 };
 
-// R rows of activations times N vectors of outputs of one group, added to `accumulators`. `weights(q, use)` calls use(n, w) with
+// R rows of activations times N vectors of outputs of one group, added to `to`. `weights(q, use)` calls use(n, w) with
 // each of the N vectors of quad q; x[r] has four activations a quad; offset(r, n) is what an integer sum starts from.
 template <class B, int R, int N, class Weights, class Offset>
 inline __attribute__((always_inline)) void tile(Weights weights, std::int64_t quads, const std::int8_t* const* x, Offset offset,
-                                                const typename B::F* scales, float* const* accumulators) {
+                                                const typename B::F* scales, float* const* to) {
   using V = typename B::V;
   typename B::A sum[R][N];
   typename B::I total[R][N];
@@ -64,7 +69,7 @@ inline __attribute__((always_inline)) void tile(Weights weights, std::int64_t qu
   }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) {
-      float* at = accumulators[r] + n * V::width;
+      float* at = to[r] + n * V::width;
       V::store(at, V::add(V::load(at), V::multiply(V::floats(total[r][n]), scales[n])));
     }
 }
@@ -84,15 +89,16 @@ struct Quantised {
   static constexpr std::int64_t unit = B::unit;
 
   const Product& p;
-  float* accumulators;
+  float *sums, *totals;  // [rows, columns] of a part, and of the parts before it
   const std::uint8_t **row_table, **padded_rows;
   std::uint8_t* padding;
   typename B::W* unpacked;
 
   explicit Quantised(const Product& product) : p(product) {
     std::uint8_t* at = p.scratch;
-    accumulators = reinterpret_cast<float*>(at);
-    at += kAccumulators * 4;
+    sums = reinterpret_cast<float*>(at);
+    totals = sums + kAccumulators;
+    at += 2 * kAccumulators * 4;
     unpacked = reinterpret_cast<typename B::W*>(at);
     at += p.group * kColumns;
     padding = at;
@@ -120,25 +126,30 @@ struct Quantised {
 
   void columns(std::int64_t r, std::int64_t rows, std::int64_t c, std::int64_t width) {
     const std::int64_t units = (width + unit - 1) / unit, stride = units * unit;
-    std::memset(accumulators, 0, rows * stride * sizeof(float));
+    std::memset(totals, 0, rows * stride * sizeof(float));
     const std::uint8_t **now = row_table, **next = row_table + p.group;
-    std::int64_t count = p.groups ? find_rows(0, c, now) : 0;
-    for (std::int64_t g = 0; g < p.groups; ++g) {
-      const std::int64_t count_next = g + 1 < p.groups ? find_rows(g + 1, c, next) : 0;
-      Prefetch ahead{next, count_next, width * B::bits / 8};
-      const std::int64_t steps = larger(1, units * count / 4);
-      ahead.lines = (count_next * ((width * B::bits / 8 + 63) / 64) + steps - 1) / steps;
-      for (std::int64_t u = 0; u < units && count; ++u)
-        group(g, r, rows, now, count, ahead, c + u * unit, u * unit, smaller(unit, width - u * unit), stride);
-      const std::uint8_t** swap = now;
-      now = next;
-      next = swap;
-      count = count_next;
+    const std::int64_t last = p.first_group(p.last_part);
+    std::int64_t g = p.first_group(p.first_part), count = g < last ? find_rows(g, c, now) : 0;
+    for (std::int64_t part = p.first_part; part < p.last_part; ++part) {
+      std::memset(sums, 0, rows * stride * sizeof(float));
+      for (; g < p.first_group(part + 1); ++g) {
+        const std::int64_t count_next = g + 1 < last ? find_rows(g + 1, c, next) : 0;
+        Prefetch ahead{next, count_next, width * B::bits / 8};
+        const std::int64_t steps = larger(1, units * count / 4);
+        ahead.lines = (count_next * ((width * B::bits / 8 + 63) / 64) + steps - 1) / steps;
+        for (std::int64_t u = 0; u < units && count; ++u)
+          group(g, r, rows, now, count, ahead, c + u * unit, u * unit, smaller(unit, width - u * unit), stride);
+        const std::uint8_t** swap = now;
+        now = next;
+        next = swap;
+        count = count_next;
+      }
+      add_up(sums, rows * stride, totals);
     }
     finish(r, rows, c, width, stride);
   }
 
-  // One unit of one group: columns from c, which are from `at` in the accumulators; `valid` of them exist.
+  // One unit of one group: columns from c, which are from `at` in the sums; `valid` of them exist.
   void group(std::int64_t g, std::int64_t r, std::int64_t rows, const std::uint8_t** row, std::int64_t count,
              Prefetch& ahead, std::int64_t c, std::int64_t at, std::int64_t valid, std::int64_t stride) {
     const std::int64_t quads = count / 4;
@@ -178,7 +189,7 @@ struct Quantised {
     if (rows == 1) {
       const std::int8_t* x = static_cast<const std::int8_t*>(p.x[r]) + first;
       const std::int32_t sum = -p.sums[r][g];
-      float* accumulator = accumulators + at;
+      float* to = sums + at;
       const auto weights = [&](std::int64_t q, auto use) __attribute__((always_inline)) {
         ahead.advance();
         B::unpack(row + 4 * q, offset, use);
@@ -186,7 +197,7 @@ struct Quantised {
       const auto start = [&](int, int n) __attribute__((always_inline)) {
         return zero_row ? V::times(zeros[n], sum) : V::integer(B::zero * sum);
       };
-      tile<B, 1, B::vectors>(weights, quads, &x, start, scales, &accumulator);
+      tile<B, 1, B::vectors>(weights, quads, &x, start, scales, &to);
       return;
     }
     for (std::int64_t q = 0; q < quads; ++q) {
@@ -203,11 +214,11 @@ struct Quantised {
              const typename B::F* scales, std::int64_t at, std::int64_t stride) {
     constexpr int N = R == 1 ? B::vectors : B::columns;
     const std::int8_t* x[R];
-    float* sums[R];
+    float* to[R];
     std::int32_t start[R];
     for (int k = 0; k < R; ++k) {
       x[k] = static_cast<const std::int8_t*>(p.x[r + k]) + first;
-      sums[k] = accumulators + (i + k) * stride + at;
+      to[k] = sums + (i + k) * stride + at;
       start[k] = zeros ? -p.sums[r + k][g] : -B::zero * p.sums[r + k][g];
     }
 #pragma GCC unroll 1
@@ -219,8 +230,8 @@ struct Quantised {
       const auto offset = [&](int k, int m) __attribute__((always_inline)) {
         return zeros ? V::times(zeros[n + m], start[k]) : V::integer(start[k]);
       };
-      tile<B, R, N>(weights, quads, x, offset, scales + n, sums);
-      for (int k = 0; k < R; ++k) sums[k] += N * V::width;
+      tile<B, R, N>(weights, quads, x, offset, scales + n, to);
+      for (int k = 0; k < R; ++k) to[k] += N * V::width;
     }
   }
 
@@ -228,8 +239,8 @@ struct Quantised {
     for (std::int64_t i = 0; i < rows; ++i)
       for (std::int64_t at = 0; at < width; at += unit) {
         alignas(64) float y[unit];
-        B::store(accumulators + i * stride + at, y);
-        const float scale = p.x_scales[r + i];
+        B::store(totals + i * stride + at, y);
+        const float scale = p.x_scales ? p.x_scales[r + i] : 1.0f;
         const std::int64_t n = smaller(unit, p.outputs - c - at);
         float* out = p.out + (r + i) * p.out_stride + c + at;
         if (p.bias) {
@@ -250,21 +261,25 @@ void product16(const Product& p) {
     const std::int64_t block = kAccumulators;
     for (std::int64_t c = p.begin; c < p.end; c += block) {
       const std::int64_t width = smaller(block, p.end - c);
-      float* sums = reinterpret_cast<float*>(p.scratch);
-      std::memset(sums, 0, width * sizeof(float));
-      for (std::int64_t g = 0; g < p.groups; ++g)
-        for (std::int64_t at = 0; at < width; at += unit) {
-          typename V::F sum[N];
-          for (int n = 0; n < N; ++n) sum[n] = V::load(sums + at + n * V::width);
-          for (std::int64_t i = 4 * p.quads[g]; i < 4 * p.quads[g + 1]; ++i) {
-            const std::uint8_t* w = p.values + (p.channels[i] * p.padded + c + at) * 2;
-            const auto factor = V::value(x[i]);
-            for (int n = 0; n < N; ++n) sum[n] = V::add(sum[n], V::multiply(factor, V::bfloat16(w + n * V::width * 2)));
+      float *sums = reinterpret_cast<float*>(p.scratch), *totals = sums + kAccumulators;
+      std::memset(totals, 0, width * sizeof(float));
+      for (std::int64_t part = p.first_part; part < p.last_part; ++part) {
+        std::memset(sums, 0, width * sizeof(float));
+        for (std::int64_t g = p.first_group(part); g < p.first_group(part + 1); ++g)
+          for (std::int64_t at = 0; at < width; at += unit) {
+            typename V::F sum[N];
+            for (int n = 0; n < N; ++n) sum[n] = V::load(sums + at + n * V::width);
+            for (std::int64_t i = 4 * p.quads[g]; i < 4 * p.quads[g + 1]; ++i) {
+              const std::uint8_t* w = p.values + (p.channels[i] * p.padded + c + at) * 2;
+              const auto factor = V::value(x[i]);
+              for (int n = 0; n < N; ++n) sum[n] = V::add(sum[n], V::multiply(factor, V::bfloat16(w + n * V::width * 2)));
+            }
+            for (int n = 0; n < N; ++n) V::store(sums + at + n * V::width, sum[n]);
           }
-          for (int n = 0; n < N; ++n) V::store(sums + at + n * V::width, sum[n]);
-        }
+        add_up(sums, width, totals);
+      }
       float* out = p.out + r * p.out_stride + c;
-      for (std::int64_t k = 0; k < smaller(width, p.outputs - c); ++k) out[k] = p.bias ? sums[k] + p.bias[c + k] : sums[k];
+      for (std::int64_t k = 0; k < smaller(width, p.outputs - c); ++k) out[k] = p.bias ? totals[k] + p.bias[c + k] : totals[k];
     }
   }
 }
@@ -277,6 +292,14 @@ void product(const Product& p) {
     Quantised<typename V::Eight>(p).run();
   } else {
     product16<V>(p);
+  }
+}
+
+void join(const float* sums, std::int64_t stride, std::int64_t n, float scale, const float* bias, float* out) {
+  for (std::int64_t i = 0; i < n; ++i) {
+    float total = sums[i];
+    for (std::int64_t part = 1; part < kParts; ++part) total += sums[part * stride + i];
+    out[i] = bias ? total * scale + bias[i] : total * scale;
   }
 }
 
@@ -315,10 +338,7 @@ inline float exponential(float x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  const std::int32_t bits = (static_cast<std::int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, 4);
-  return p * power;
+  return p * std::bit_cast<float>((static_cast<std::int32_t>(n) + 127) << 23);
 }
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }

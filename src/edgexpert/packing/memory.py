@@ -14,7 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from edgexpert.kernels.packed import PackedMatrix, TiledMatrix
+
 HUGE = 2 << 20
+WIDE = 4096
+"""Matrices of more outputs are tiled."""
+
 SHARE = 0.5
 """A file is copied into memory if it takes at most this share of what is available."""
 
@@ -66,6 +71,19 @@ def gathered(tensors: Sequence[Tensor]) -> list[Tensor]:
         copy = memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         copies.append(copy.copy_(tensor))
     return copies
+
+
+def placed(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
+    """The matrices as they are read fastest: side by side in huge pages, wide ones in tiles."""
+    tiled = [TiledMatrix.of(matrix) if matrix.outputs > WIDE else matrix for matrix in matrices]
+    parts = [(matrix.values, matrix.scales, matrix.zeros) for matrix in tiled]
+    copies = iter(gathered([tensor for tensors in parts for tensor in tensors if tensor is not None]))
+    placed = []
+    for matrix in tiled:
+        values = next(copies)
+        scales, zeros = (None if tensor is None else next(copies) for tensor in (matrix.scales, matrix.zeros))
+        placed.append(type(matrix)(values, scales, zeros, matrix.channels, matrix.outputs, matrix.bits, matrix.group))
+    return placed
 
 
 def available_memory() -> int:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from edgexpert.errors import UserError
 from edgexpert.kernels.packed import PackedExperts, PackedMatrix
 from edgexpert.packing.format import DENSE, DTYPES, EXPERTS, MANIFEST, LayerLayout, Manifest, MatrixLayout, read_manifest
-from edgexpert.packing.memory import gathered, map_file, read_file
+from edgexpert.packing.memory import map_file, read_file
 
 
 def is_pack(folder: Path) -> bool:
@@ -70,8 +70,6 @@ class Pack:
                 stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except (SafetensorError, OSError) as error:
             raise UserError(f"the file {self.folder / DENSE} is damaged ({error}); convert the checkpoint again") from error
-        packed = [name for name in stored if name.endswith((".values", ".scales", ".zeros"))]
-        stored |= zip(packed, gathered([stored[name] for name in packed]), strict=True)
         tensors: dict[str, Tensor | PackedMatrix] = {}
         for name, linear in self.manifest.linears.items():
             values, scales, zeros = (stored.pop(f"{name}.{part}", None) for part in ("values", "scales", "zeros"))
