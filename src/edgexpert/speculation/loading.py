@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.errors import UserError
 from edgexpert.kernels.modules import FloatEmbedding, PackedLinear, RowNorm
 from edgexpert.kernels.packed import PackedMatrix
 from edgexpert.packing.matrix import quantise
+from edgexpert.packing.memory import placed
 from edgexpert.speculation.causal import load_causal_draft
 from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.draft import Draft
@@ -68,13 +69,17 @@ def load_draft(
 def pack_draft(draft: Eagle3Model, like: PackedMatrix) -> int:
     """Packs a draft's linear layers in place, in the bits of a target's matrix, which are returned. The rest becomes float32, its
     norms those of our kernels."""
+    matrices: dict[str, PackedMatrix] = {}
+    biases: dict[str, Tensor | None] = {}
     for name, module in list(draft.named_modules()):
         if isinstance(module, nn.Linear):
             group = like.group if like.bits < 16 and module.in_features % like.group == 0 else module.in_features
-            matrix = quantise(module.weight.detach().float().T, like.bits, group)
-            draft.set_submodule(name, PackedLinear(matrix, None if module.bias is None else module.bias.detach().float()))
+            matrices[name] = quantise(module.weight.detach().float().T, like.bits, group)
+            biases[name] = None if module.bias is None else module.bias.detach().float()
         elif isinstance(module, nn.RMSNorm):
             draft.set_submodule(name, RowNorm(module.weight, draft.config.rms_norm_eps))
+    for name, matrix in zip(matrices, placed(list(matrices.values())), strict=True):
+        draft.set_submodule(name, PackedLinear(matrix, biases[name]))
     for name, part in draft.named_children():
         if name != "embed_tokens":  # the target's own, in its dtype
             part.float()
