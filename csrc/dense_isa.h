@@ -49,7 +49,21 @@ inline float exp_negative(float x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   float power = std::bit_cast<float>((static_cast<std::int32_t>(n) + 127) << 23);
-  return x < -87.0f ? 0.0f : p * power;
+  return p * (x < -87.0f ? 0.0f : power);
+}
+
+// Sum of e^(x - top) over n values, of which none is above top.
+float exp_sum(const float* x, std::int64_t n, float top) {
+  float lanes[kLanes] = {};
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    float powers[kLanes];  // in a loop of its own, which the compiler vectorises
+    for (int lane = 0; lane < kLanes; ++lane) powers[lane] = exp_negative(x[i + lane] - top);
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += powers[lane];
+  }
+  float sum = sum_lanes(eight(lanes), eight(lanes + 8), eight(lanes + 16), eight(lanes + 24));
+  for (; i < n; ++i) sum += exp_negative(x[i] - top);
+  return sum;
 }
 
 void rms_norm_row(const float* x, const float* weight, float* out, std::int64_t n, float eps) {

@@ -60,6 +60,7 @@ struct Isa {
   void (*rms_norm)(const float* x, const float* weight, float* out, std::int64_t n, float eps);
   void (*attend)(const Attention& a, std::int64_t head, std::int64_t token, const std::int32_t* seen, std::int64_t count,
                  float* weights);
+  float (*exp_sum)(const float* x, std::int64_t n, float top);
 };
 
 inline constexpr std::int64_t scratch_bytes(std::int64_t group, std::int64_t groups) {

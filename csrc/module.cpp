@@ -6,6 +6,7 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "draft.h"
 #include "isa.h"
 #include "layer.h"
 #include "pool.h"
@@ -99,6 +100,33 @@ NB_MODULE(_native, m) {
             expert_layer(layer, at<const float>(x), tokens, at<float>(out), at<std::int64_t>(experts), at<float>(weights));
           },
           nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<DraftLayer>(m, "DraftLayer")
+      .def("__init__",
+           [](DraftLayer* self, const Weights& query, const Weights& key, const Weights& value, const Weights& output,
+              const Weights& gate, const Weights& up, const Weights& down, Address query_bias, Address key_bias,
+              Address value_bias, Address output_bias, Address embedding_norm, Address state_norm, Address mlp_norm,
+              bool norm_before_residual, std::int64_t heads, std::int64_t kv_heads, std::int64_t dim, float eps) {
+             new (self) DraftLayer{query, key, value, output, gate, up, down, at<const float>(query_bias),
+                                   at<const float>(key_bias), at<const float>(value_bias), at<const float>(output_bias),
+                                   at<const float>(embedding_norm), at<const float>(state_norm), at<const float>(mlp_norm),
+                                   norm_before_residual, heads, kv_heads, dim, eps};
+           })
+      .def(
+          "run",
+          [](const DraftLayer& layer, Address embeddings, Address states, std::int64_t tokens, Address cos, Address sin,
+             Address keys, Address values, std::int64_t capacity, std::int64_t length, Address mask, Address out) {
+            draft_layer(layer, at<const float>(embeddings), at<const float>(states), tokens, at<const float>(cos),
+                        at<const float>(sin), at<float>(keys), at<float>(values), capacity, length, at<const bool>(mask),
+                        at<float>(out));
+          },
+          nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "top_log_probs",
+      [](Address logits, std::int64_t rows, std::int64_t n, std::int64_t k, Address ids, Address log_probs) {
+        top_log_probs(at<const float>(logits), rows, n, k, at<std::int64_t>(ids), at<float>(log_probs));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
 
   m.def("group", [](std::int64_t pairs, std::int64_t count, Address expert, Address token, Address experts, Address offsets,
                     Address tokens, Address order) {

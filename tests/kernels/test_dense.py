@@ -120,3 +120,21 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched() -> None:
     ):
         with pytest.raises(ValueError, match=r"expected|do not fit"):
             call()
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 6), n=st.sampled_from([1, 5, 63, 64, 65, 200, 700]), k=st.integers(1, 70),
+       distinct=st.sampled_from([1, 3, 1000]), seed=st.integers(0, 99))
+def test_the_likeliest_tokens_are_pytorchs_and_of_equal_ones_the_first(
+    rows: int, n: int, k: int, distinct: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    logits = torch.randint(distinct, (rows, n)) * 20.0 / distinct
+    logits[torch.rand(rows, n) < 0.1] = -torch.inf
+    logits[:, 0] = 1.0
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    tokens = on_every_isa(lambda: dense.top_log_probs(logits, k)[0])
+    log_probs = on_every_isa(lambda: dense.top_log_probs(logits, k)[1])
+    assert torch.equal(tokens, order)
+    torch.testing.assert_close(log_probs, logits.log_softmax(-1).gather(-1, order), rtol=1e-5, atol=1e-5)
+    assert (log_probs <= 0).all()

@@ -97,6 +97,30 @@ def test_trees_are_closed_bounded_and_as_full_as_they_can_be(seed: int, shape: T
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), shapes, st.sampled_from([3.0, 1.0, 0.1, 0.0]))
+def test_leaving_out_nodes_whose_children_cannot_enter_gives_the_same_tree(seed: int, shape: TreeShape, spread: float) -> None:
+    """A node's children depend on its path alone, as those of a real draft do."""
+    trees, expanded = [], []
+    for expand_all in (True, False):
+        paths: list[tuple[int, ...]] = [()]
+        count = 0
+
+        def expand(level: Level) -> tuple[Tensor, Tensor]:
+            nonlocal paths, count
+            if count > 0:
+                paths = [(*paths[parent], token) for parent, token in zip(*(x.tolist() for x in level[::-1]), strict=True)]
+            count += len(paths)
+            draws = [torch.Generator().manual_seed(hash((seed, *path)) % 2**32) for path in paths]
+            log_probs = torch.stack([-spread * torch.randint(0, 4, (shape.top_k,), generator=draw).float() for draw in draws])
+            return torch.arange(shape.top_k).expand_as(log_probs), log_probs
+
+        trees.append(build_tree(5, expand, shape, expand_all))
+        expanded.append(count)
+    assert all(torch.equal(getattr(trees[0], name), getattr(trees[1], name)) for name in ("tokens", "parents", "path_log_prob"))
+    assert expanded[1] <= expanded[0]
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(0, 1, exclude_max=True), max_size=70), st.sampled_from([0, 1, 3, 100]))
 def test_the_mask_of_a_tree_is_every_nodes_walk_to_the_root(draws: list[float], width: int) -> None:
     """Parents among the last ``width`` nodes make deep trees, a chain for 1; 0 makes them all children of the root."""

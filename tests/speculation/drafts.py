@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from edgexpert.kernels.dense import top_log_probs
 from edgexpert.speculation.draft import TreeShape
-from edgexpert.speculation.tree import Level, build_tree, top_log_probs
+from edgexpert.speculation.tree import Level, build_tree
 from edgexpert.stage import TokenTree
 
 

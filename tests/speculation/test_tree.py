@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.dense import top_log_probs
 from edgexpert.speculation.draft import TreeShape
-from edgexpert.speculation.tree import Expand, Level, build_tree, top_log_probs
+from edgexpert.speculation.tree import Expand, Level, build_tree
 
 
 def table(*rows: dict[int, float]) -> Expand:
@@ -73,6 +74,15 @@ def test_levels_that_cannot_enter_the_tree_are_not_drafted() -> None:
     tree = build_tree(0, expand, TreeShape(size=2, depth=6, top_k=2))
     assert len(expand.levels) == 1  # type: ignore[attr-defined]
     assert tree.tokens.tolist() == [0, 1, 2]
+
+
+def test_nodes_whose_children_cannot_enter_are_not_expanded() -> None:
+    expand = table({1: 0.6, 2: 0.3, 3: 0.1}, {4: 0.9, 5: 0.05})
+    tree = build_tree(9, expand, TreeShape(size=3, depth=2, top_k=3))
+    # 1 (.6), 2 (.3) and 3 (.1) fill the tree, and nothing below 3 is likelier than 3; 1-4 (.54) enters in its place
+    levels = expand.levels  # type: ignore[attr-defined]
+    assert [level.tokens.tolist() for level in levels] == [[9], [1, 2]]
+    assert tree.tokens.tolist() == [9, 1, 2, 4]
 
 
 def test_impossible_tokens_are_not_drafted() -> None:

@@ -1,4 +1,4 @@
-"""Float operations around the weights: RMSNorm, the router's linear layer, attention over a token tree.
+"""Float operations around the weights: RMSNorm, the router's linear layer, attention over a token tree, likeliest tokens.
 
 A token's result is bit for bit the same whatever else shares the call, which PyTorch's own products do not promise; so a
 candidate in a tree gives what it would give in plain decoding. Without the compiled module PyTorch computes them.
@@ -65,3 +65,16 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sc
     sizes = (heads, kv_heads, tokens, keys, dim, value.shape[2])
     native._native.attention(*arrays, seen, out.data_ptr(), *sizes, scale)
     return out
+
+
+def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens [n, k] of logits [n, V], or all of fewer, and their log-probabilities, float32 [n, k]."""
+    logits, k = logits.float(), min(k, logits.shape[-1])
+    if not native.computes(logits):
+        log_probs, tokens = logits.log_softmax(-1).topk(k)
+        return tokens, log_probs
+    rows, size = logits.shape
+    logits = logits.contiguous()
+    tokens, log_probs = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k)
+    native._native.top_log_probs(logits.data_ptr(), rows, size, k, tokens.data_ptr(), log_probs.data_ptr())
+    return tokens, log_probs

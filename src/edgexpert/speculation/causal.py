@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.dense import top_log_probs
 from edgexpert.speculation.draft import TreeShape
-from edgexpert.speculation.tree import Level, build_tree, top_log_probs
+from edgexpert.speculation.tree import Level, build_tree
 from edgexpert.stage import TokenTree
 
 

@@ -62,6 +62,7 @@ class Rotary:
     def __init__(self, config: Eagle3Config) -> None:
         scaling = config.rope_scaling or {}
         self.kind: str = scaling.get("rope_type", scaling.get("type", "default"))
+        self.grows = self.kind in ("dynamic", "longrope")  # the angle of a position depends on the text's length
         self.head_dim, self.theta = config.head_dim, config.rope_theta
         self.config = LlamaConfig(
             hidden_size=config.hidden_size, num_attention_heads=config.num_attention_heads, head_dim=config.head_dim,
@@ -79,12 +80,15 @@ class Rotary:
         frequencies, factor = ROPE_INIT_FUNCTIONS[self.kind](self.config, torch.device("cpu"), seq_len=length)
         return frequencies, factor
 
+    def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of ``positions`` [..., n], float32 [..., n, head_dim / 2]."""
+        frequencies, factor = self._frequencies(int(positions.max()) + 1) if self.grows else self._fixed
+        angles = positions[..., None].float() * frequencies.to(positions.device)
+        return torch.cos(angles) * factor, torch.sin(angles) * factor
+
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotates ``x`` [..., heads, n, head_dim] by ``positions`` [..., n]."""
-        grows = self.kind in ("dynamic", "longrope")
-        frequencies, factor = self._frequencies(int(positions.max()) + 1) if grows else self._fixed
-        angles = positions[..., None, :, None].float() * frequencies.to(x.device)  # [..., 1, n, head_dim / 2]
-        cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
+        cos, sin = (table.unsqueeze(-3).to(x.dtype) for table in self.tables(positions))
         low, high = x.chunk(2, -1)
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from edgexpert.kernels.dense import top_log_probs
 from edgexpert.kernels.modules import weights_of
 from edgexpert.speculation.draft import TreeShape
-from edgexpert.speculation.eagle3 import Eagle3Model, KeyValue
-from edgexpert.speculation.tree import Level, build_tree, top_log_probs
+from edgexpert.speculation.eagle3 import Eagle3Model
+from edgexpert.speculation.eagle3_step import DraftCache, NativeStep, step_of
+from edgexpert.speculation.tree import Level, build_tree
 from edgexpert.stage import TokenTree
-
-
-def _join(past: KeyValue, new: KeyValue) -> KeyValue:
-    return torch.cat([past[0], new[0]], -2), torch.cat([past[1], new[1]], -2)
 
 
 class Eagle3Draft:
@@ -27,6 +25,7 @@ class Eagle3Draft:
 
     def __init__(self, model: Eagle3Model) -> None:
         self.model = model
+        self._run = step_of(model)
         self.fused_layers: tuple[int, ...] = model.config.fused_layers
         self.bytes_read = 0.0
         size = {name: sum(weight.nbytes for _, weight in weights_of(part)) for name, part in model.named_children()}
@@ -35,19 +34,22 @@ class Eagle3Draft:
         self._head_bytes = size["norm"] + size["lm_head"]
         self.reset()
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the layer runs in one compiled call."""
+        return isinstance(self._run, NativeStep)
+
     def reset(self) -> None:
         """Forgets the text."""
         config, weight = self.model.config, self.model.norm.weight
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)  # observed, not in the cache yet
         self._hidden = weight.new_empty(0, config.hidden_size)  # their fused features
-        nothing = weight.new_empty(config.num_key_value_heads, 0, config.head_dim)
-        self._past: KeyValue = (nothing, nothing)
+        self._cache = DraftCache(config, weight)
 
     def crop(self, length: int) -> None:
         """Forgets all but the first ``length`` tokens; the last of them was paired with the token that comes again."""
-        cached = self._past[0].shape[-2]
-        self._past = self._past[0][..., :length, :], self._past[1][..., :length, :]
-        pending = max(length - cached, 0)
+        pending = max(length - self._cache.length, 0)
+        self._cache.length = min(self._cache.length, length)
         self._tokens, self._hidden = self._tokens[:pending], self._hidden[:pending]
 
     @torch.no_grad()
@@ -63,37 +65,34 @@ class Eagle3Draft:
     def propose(self, root: int, shape: TreeShape) -> TokenTree:
         """A tree of at most ``shape.size`` candidates below ``root``."""
         assert len(self._tokens) > 0, "the target's feature of the token before the root is needed"
-        start = self._past[0].shape[-2]
+        start = self._cache.length
         tokens = torch.cat([self._tokens[1:], self._tokens.new_tensor([root])])
         positions = torch.arange(start, start + len(tokens), device=tokens.device)
-        states, new = self._step(tokens, self._hidden, positions, self._past, None)
-        self._past = past = _join(self._past, new)
+        states = self._step(tokens, self._hidden, positions, None)[-1:]  # of the nodes of a level, [n, H]
         self._tokens, self._hidden = self._tokens[:0], self._hidden[:0]
-
-        length = start + len(tokens)
-        states = states[-1:]  # of the nodes of a level, [n, H]
+        length = self._cache.length  # what lies behind lasts for this tree
         ancestors = torch.empty(1, 0, dtype=torch.bool, device=tokens.device)  # among drafted tokens, [n, drafted]
         depth = 0
 
         def expand(level: Level) -> tuple[Tensor, Tensor]:
-            nonlocal states, past, ancestors, depth
+            nonlocal states, ancestors, depth
             if depth > 0:
                 tokens, parents = level.tokens.to(states.device), level.parents.to(states.device)
                 itself = torch.eye(len(tokens), dtype=torch.bool, device=states.device)
                 ancestors = torch.cat([ancestors[parents], itself], 1)
                 mask = torch.cat([ancestors.new_ones(len(tokens), length), ancestors], 1)
                 positions = torch.full_like(tokens, length + depth - 1)
-                states, new = self._step(tokens, states[parents], positions, past, mask)
-                past = _join(past, new)
+                states = self._step(tokens, states.index_select(0, parents), positions, mask)
             depth += 1
             self.bytes_read += self._head_bytes
             draft_ids, log_probs = top_log_probs(self.model.logits(states), shape.top_k)
             return self.model.to_target(draft_ids), log_probs
 
-        return build_tree(root, expand, shape)
+        tree = build_tree(root, expand, shape)
+        self._cache.length = length
+        return tree
 
-    def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, past: KeyValue,
-              mask: Tensor | None) -> tuple[Tensor, KeyValue]:
+    def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         rows = len(set(tokens.tolist()))
         self.bytes_read += self._step_bytes + rows * self.model.embed_tokens.weight[0].nbytes
-        return self.model.step(tokens, hidden, positions, past, mask)
+        return self._run(tokens, hidden, positions, self._cache, mask)

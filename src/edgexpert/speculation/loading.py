@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.errors import UserError
-from edgexpert.kernels.modules import FloatEmbedding, PackedLinear
+from edgexpert.kernels.modules import FloatEmbedding, PackedLinear, RowNorm
 from edgexpert.kernels.packed import PackedMatrix
 from edgexpert.packing.matrix import quantise
+from edgexpert.packing.memory import placed
 from edgexpert.speculation.causal import load_causal_draft
 from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.draft import Draft
@@ -59,17 +60,26 @@ def load_draft(
         if not isinstance(head, PackedLinear):
             return Eagle3Draft(draft.to(model.device, dtype)), []
         bits = pack_draft(draft, head.matrix)
-        return Eagle3Draft(draft), [f"the draft's weights were rounded to {bits} bits, as the target's are"]
+        packed = Eagle3Draft(draft)
+        runs = "one compiled call" if packed.is_native else "PyTorch modules"
+        return packed, [f"the draft's weights were rounded to {bits} bits, as the target's are; its layer runs in {runs}"]
     return load_causal_draft(source, tokenizer, model.config.get_text_config().vocab_size, dtype, model.device), []
 
 
 def pack_draft(draft: Eagle3Model, like: PackedMatrix) -> int:
-    """Packs a draft's linear layers in place, in the bits of a target's matrix, which are returned. The rest becomes float32."""
+    """Packs a draft's linear layers in place, in the bits of a target's matrix, which are returned. The rest becomes float32, its
+    norms those of our kernels."""
+    matrices: dict[str, PackedMatrix] = {}
+    biases: dict[str, Tensor | None] = {}
     for name, module in list(draft.named_modules()):
         if isinstance(module, nn.Linear):
             group = like.group if like.bits < 16 and module.in_features % like.group == 0 else module.in_features
-            matrix = quantise(module.weight.detach().float().T, like.bits, group)
-            draft.set_submodule(name, PackedLinear(matrix, None if module.bias is None else module.bias.detach().float()))
+            matrices[name] = quantise(module.weight.detach().float().T, like.bits, group)
+            biases[name] = None if module.bias is None else module.bias.detach().float()
+        elif isinstance(module, nn.RMSNorm):
+            draft.set_submodule(name, RowNorm(module.weight, draft.config.rms_norm_eps))
+    for name, matrix in zip(matrices, placed(list(matrices.values())), strict=True):
+        draft.set_submodule(name, PackedLinear(matrix, biases[name]))
     for name, part in draft.named_children():
         if name != "embed_tokens":  # the target's own, in its dtype
             part.float()

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.dense import top_log_probs
 from edgexpert.speculation.draft import TreeShape
-from edgexpert.speculation.tree import Level, build_tree, top_log_probs
+from edgexpert.speculation.tree import Level, build_tree
 from edgexpert.stage import TokenTree
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,44 +32,46 @@ Expand = Callable[[Level], tuple[Tensor, Tensor]]
 """Gives for each node of a level k distinct next tokens, int64 [n, k], and their log-probabilities [n, k]; -inf for none."""
 
 
-def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens [n, k] of logits [n, V] and their log-probabilities, float32 [n, k]."""
-    log_probs, tokens = logits.float().log_softmax(-1).topk(min(k, logits.shape[-1]))
-    return tokens, log_probs
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
+def _best(scores: np.ndarray, count: int) -> np.ndarray:
     """Ascending indices of the highest scores; of equal scores the first win."""
-    return scores.sort(descending=True, stable=True).indices[:count].sort().values
+    return np.sort(np.argsort(-scores, kind="stable")[:count])
 
 
-def build_tree(root: int, expand: Expand, shape: TreeShape) -> TokenTree:
+def build_tree(root: int, expand: Expand, shape: TreeShape, expand_all: bool = False) -> TokenTree:
     """Builds the tree of at most ``shape.size`` likeliest candidates, none deeper than ``shape.depth``.
 
-    Each level expands its ``shape.top_k`` likeliest nodes. ``expand`` is called once a level, and no more once deeper
-    candidates cannot enter the tree.
+    Each level expands its ``shape.top_k`` likeliest nodes, but for those whose children cannot enter the tree any more, since it
+    is full of likelier candidates. ``expand`` is called once a level, and no more once there are no such nodes.
 
     A kept node's parent is always kept: a child is never likelier than its parent, scores are float32, and where rounding
     makes them equal the parent wins because it was there first.
+
+    Args:
+        expand_all: expands the likeliest nodes even where their children cannot enter, which gives the same tree: for an
+            ``expand`` that draws at random, so that traces drawn before stay as they are.
     """
-    tokens, parents, scores = torch.tensor([root]), torch.tensor([-1]), torch.zeros(1)
-    frontier = torch.tensor([0])  # nodes that are to be expanded, [n]
-    kept = torch.tensor([], dtype=torch.int64)  # candidates that the tree would hold if it ended here
-    level = Level(tokens, torch.tensor([0]))
+    tokens, parents, scores = np.array([root]), np.array([-1]), np.zeros(1, np.float32)
+    frontier = np.array([0])  # nodes that are to be expanded, [n]
+    kept = np.array([], np.int64)  # candidates that the tree would hold if it ended here
+    level = Level(torch.tensor([root]), torch.tensor([0]))
     for _ in range(shape.depth if shape.size > 0 else 0):
-        child_tokens, log_probs = (x.cpu() for x in expand(level))  # [n, k]
-        child_scores = scores[frontier, None] + log_probs.float().clamp(max=0)
-        slots, ranks = torch.nonzero(child_scores > -torch.inf, as_tuple=True)
+        drafted, log_probs = expand(level)
+        child_tokens = drafted.cpu().numpy()  # [n, k]
+        child_scores = scores[frontier, None] + log_probs.float().clamp(max=0).cpu().numpy()
+        slots, ranks = np.nonzero(child_scores > -np.inf)
         new = child_scores[slots, ranks]
         first = len(tokens)
-        tokens = torch.cat([tokens, child_tokens[slots, ranks]])
-        parents = torch.cat([parents, frontier[slots]])
-        scores = torch.cat([scores, new])
+        tokens = np.concatenate([tokens, child_tokens[slots, ranks]])
+        parents = np.concatenate([parents, frontier[slots]])
+        scores = np.concatenate([scores, new])
 
-        chosen = _best(new, shape.top_k)
-        frontier = first + chosen
-        level = Level(tokens[frontier], slots[chosen])
         kept = 1 + _best(scores[1:], shape.size)
-        if len(frontier) == 0 or (len(kept) == shape.size and scores[frontier].max() <= scores[kept].min()):
+        chosen = _best(new, shape.top_k)
+        least = scores[kept].min() if len(kept) == shape.size else -np.inf
+        can_enter = new[chosen] > least  # children are no likelier, and of equals the first win
+        if not can_enter.any():
             break
-    return TokenTree(tokens, parents, scores).subtree([0, *kept.tolist()])
+        chosen = chosen if expand_all else chosen[can_enter]
+        frontier = first + chosen
+        level = Level(torch.from_numpy(tokens[frontier]), torch.from_numpy(slots[chosen]))
+    return TokenTree(*map(torch.from_numpy, (tokens, parents, scores))).subtree([0, *kept.tolist()])

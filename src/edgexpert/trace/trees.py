@@ -34,7 +34,7 @@ def draw_tree(sharpness: float, vocabulary: int, random: torch.Generator) -> Tok
         tokens = (first + torch.arange(TREE.top_k)) % vocabulary  # distinct among siblings
         return tokens, (-own * ranks).log_softmax(-1)[:, : TREE.top_k]
 
-    return build_tree(0, expand, TREE)
+    return build_tree(0, expand, TREE, expand_all=True)
 
 
 def expected_length(tree: TokenTree) -> float:

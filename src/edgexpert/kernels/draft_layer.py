@@ -1,0 +1,63 @@
+"""The decoder layer of an EAGLE-3 draft in one compiled call; see csrc/draft.h."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from edgexpert.kernels import native
+from edgexpert.kernels.packed import PackedMatrix
+
+
+class DraftLayer:
+    """Attention over the embedding of a token and the state of the token before it, and a SwiGLU MLP.
+
+    Args:
+        attention: matrices of queries, keys, values (from 2 * H channels) and output; ``biases`` likewise.
+        mlp: matrices of gate, up and down.
+        norms: RMSNorm weights [H] of the embedding, of the state, and before the MLP.
+        norm_before_residual: attention adds to the normed state.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
+    """
+
+    def __init__(
+        self, attention: Sequence[PackedMatrix], biases: Sequence[Tensor | None], mlp: Sequence[PackedMatrix],
+        norms: Sequence[Tensor], *, norm_before_residual: bool, heads: int, kv_heads: int, dim: int, eps: float,
+    ) -> None:
+        matrices, hidden, inner = [*attention, *mlp], attention[3].outputs, mlp[0].outputs
+        queries, keys, both = heads * dim, kv_heads * dim, 2 * hidden
+        shapes = [(both, queries), (both, keys), (both, keys), (queries, hidden), *[(hidden, inner)] * 2, (inner, hidden)]
+        if [(matrix.channels, matrix.outputs) for matrix in matrices] != shapes or heads % kv_heads or dim % 2:
+            raise ValueError(f"expected matrices of {shapes}")
+        vectors = zip((*biases, *norms), (queries, keys, keys, *[hidden] * 4), strict=True)
+        addresses = [native.address_of(vector, torch.float32, size) for vector, size in vectors]
+        form = (norm_before_residual, heads, kv_heads, dim, eps)
+        self._native = native._native.DraftLayer(*(native._bind(matrix) for matrix in matrices), *addresses, *form)
+        self._held = matrices, biases, norms  # what it points into
+        self._hidden, self._kv_heads, self._dim = hidden, kv_heads, dim
+
+    def __call__(
+        self, embeddings: Tensor, states: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """New states [n, H]; appends to the cache ``keys`` and ``values`` [kv heads, capacity, dim] behind ``length`` tokens.
+
+        Args:
+            embeddings, states: of the tokens, and of the tokens before them, [n, H].
+            cos, sin: [n, dim / 2].
+            mask: who attends to whom, bool [n, length + n]; None for a text.
+        """
+        tokens, capacity = len(states), keys.shape[1]
+        if length + tokens > capacity:
+            raise ValueError(f"{length} + {tokens} tokens in a cache for {capacity}")
+        inputs, rotary, cache = (tokens, self._hidden), (tokens, self._dim // 2), (self._kv_heads, capacity, self._dim)
+        arrays = ((embeddings, inputs), (states, inputs), (cos, rotary), (sin, rotary), (keys, cache), (values, cache))
+        x, before, *others = (native.address_of(tensor, torch.float32, *shape) for tensor, shape in arrays)
+        seen = native.address_of(mask, torch.bool, tokens, length + tokens)
+        out = torch.empty_like(states)
+        native._native.DraftLayer.run(self._native, x, before, tokens, *others, capacity, length, seen, out.data_ptr())
+        return out
