@@ -130,6 +130,6 @@ std::int64_t peak(std::int64_t rounds) {
 
 }  // namespace
 
-const Isa isa_portable = {"portable", product<Portable>, quantise, activate, add_scaled, read, peak, dot, rms_norm_row, attend};
+const Isa isa_portable = {"portable", product<Portable>, quantise, activate, add_scaled, read, peak, rms_norm_row, float_product, attend};
 
 }  // namespace edgexpert
