@@ -24,6 +24,11 @@ typedef std::int32_t EightIntegers __attribute__((vector_size(32), aligned(4), m
 inline Eight eight(const float* p) { return *reinterpret_cast<const Eight*>(p); }
 inline void store(float* p, Eight x) { *reinterpret_cast<Eight*>(p) = x; }
 
+// Keys and values come from memory row by row, which a processor takes for many short runs and would not read ahead.
+inline void prefetch(const float* row, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i);
+}
+
 // Two loads are all that a cycle has, but gcc would read x from memory again for each use.
 inline Eight in_register(Eight x) {
 #ifdef __AVX__
@@ -224,7 +229,10 @@ struct Attending {
       const std::int64_t vectors = (least(most, count - begin) + 7) / 8;
       for (std::int64_t n = 0; n < vectors; ++n) {
         const float* rows[8];
-        for (int k = 0; k < 8; ++k) rows[k] = keys + slot(least(begin + 8 * n + k, count - 1)) * a.key_token;
+        for (int k = 0; k < 8; ++k) {
+          rows[k] = keys + slot(least(begin + 8 * n + k, count - 1)) * a.key_token;
+          prefetch(keys + slot(least(begin + 8 * n + k + 16, count - 1)) * a.key_token, a.dim);
+        }
         transpose(rows, a.dim, transposed + 8 * n, 8 * vectors);
       }
       multiply_transposed(at + begin, vectors);
@@ -301,9 +309,12 @@ struct Attending {
     };
     for (std::int64_t t = 0; t < b.tokens; ++t) add_others(t, 0, before(t));
     const std::int64_t most = cached_rows(a.value_dim);
-    for (std::int64_t j = 0; j < common; j += most)
+    for (std::int64_t j = 0; j < common; j += most) {
+      for (std::int64_t k = j + most; k < least(j + 2 * most, common); ++k)
+        prefetch(a.value + kv_head * a.value_head + (b.begin + k) * a.value_token, a.value_dim);
       add_values(0, queries, [=, this](std::int64_t i) { return before(i / group).count + j; }, least(most, common - j),
                  [=, this](std::int64_t k) { return b.begin + j + k; });
+    }
     for (std::int64_t t = 0; t < b.tokens; ++t) add_others(t, before(t).count + common, after(t));
   }
 };
