@@ -1,7 +1,7 @@
 // Float kernels around the weights: RMSNorm, the router's linear layer, attention over a token tree.
 //
-// Sums run over a fixed number of lanes whatever the instruction set, and over the keys that a token sees in ascending order: its
-// result does not depend on what else is in the call, and the compiler vectorises without reordering.
+// Sums have an order of their own whatever the instruction set, and run over the keys that a token sees in ascending order: its
+// result depends neither on what else is in the call nor on where in the cache its keys are.
 #pragma once
 
 #include <cstdint>

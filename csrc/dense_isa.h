@@ -1,108 +1,337 @@
 // The inner loops of dense.h, compiled once for each instruction set (see isa.h). Everything is in an anonymous namespace, so that
 // no code of one instruction set can be linked in the place of another's.
+//
+// Every sum has an order of its own, which neither the number of rows that are computed together nor the instruction set changes.
 #pragma once
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <type_traits>
 
-#include "dense.h"
+#include "isa.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors of eight go from function to function in this file alone
 
 namespace edgexpert {
 namespace {
 
-constexpr int kLanes = 32;
+inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
+typedef std::int32_t EightIntegers __attribute__((vector_size(32), aligned(4), may_alias));
 
 inline Eight eight(const float* p) { return *reinterpret_cast<const Eight*>(p); }
+inline void store(float* p, Eight x) { *reinterpret_cast<Eight*>(p) = x; }
 
-// Four vectors of eight lanes, added in an order of its own.
-inline float sum_lanes(Eight a, Eight b, Eight c, Eight d) {
-  const Eight sum = (a + c) + (b + d);
-  return ((sum[0] + sum[4]) + (sum[2] + sum[6])) + ((sum[1] + sum[5]) + (sum[3] + sum[7]));
+// Keys and values come from memory row by row, which a processor takes for many short runs and would not read ahead.
+inline void prefetch(const float* row, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i);
 }
 
-float dot(const float* x, const float* y, std::int64_t n) {
-  Eight a{}, b{}, c{}, d{};
+// Two loads are all that a cycle has, but gcc would read x from memory again for each use.
+inline Eight in_register(Eight x) {
+#ifdef __AVX__
+  asm("" : "+x"(x));
+#endif
+  return x;
+}
+
+// The first n < 8 of eight floats; the others are 0.
+inline Eight first_of(const float* p, std::int64_t n) {
+  Eight x{};
+  std::memcpy(&x, p, n * sizeof(float));
+  return x;
+}
+
+inline float sum_lanes(Eight x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+
+template <int... I>
+inline Eight pick(Eight a, Eight b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, EightIntegers{I...});
+#endif
+}
+
+// sum_lanes of each of eight vectors, four of them side by side in a half of the register.
+inline __attribute__((always_inline)) Eight sum_lanes(const Eight* x) {
+  const auto halves = [=](int i) {
+    return pick<0, 1, 2, 3, 8, 9, 10, 11>(x[i], x[i + 4]) + pick<4, 5, 6, 7, 12, 13, 14, 15>(x[i], x[i + 4]);
+  };
+  const auto quarters = [](Eight a, Eight b) {
+    return pick<0, 1, 8, 9, 4, 5, 12, 13>(a, b) + pick<2, 3, 10, 11, 6, 7, 14, 15>(a, b);
+  };
+  const Eight a = quarters(halves(0), halves(1)), b = quarters(halves(2), halves(3));
+  return pick<0, 2, 8, 10, 4, 6, 12, 14>(a, b) + pick<1, 3, 9, 11, 5, 7, 13, 15>(a, b);
+}
+
+// Dot products of Q rows x with 8 / Q rows y, side by side: lane i of a sum has the elements i, i + 8, i + 16 and so on.
+template <int Q>
+inline __attribute__((always_inline)) Eight dots(const float* const* x, const float* const* y, std::int64_t n) {
+  constexpr int K = 8 / Q;
+  Eight sums[8];
+#pragma GCC unroll 8
+  for (int k = 0; k < 8; ++k) sums[k] = Eight{};
   std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    a += eight(x + i) * eight(y + i);
-    b += eight(x + i + 8) * eight(y + i + 8);
-    c += eight(x + i + 16) * eight(y + i + 16);
-    d += eight(x + i + 24) * eight(y + i + 24);
+#pragma GCC unroll 1
+  for (; i + 8 <= n; i += 8) {
+    Eight a[Q];
+#pragma GCC unroll 2
+    for (int q = 0; q < Q; ++q) a[q] = eight(x[q] + i);
+#pragma GCC unroll 8
+    for (int k = 0; k < K; ++k) {
+      const Eight b = in_register(eight(y[k] + i));
+#pragma GCC unroll 2
+      for (int q = 0; q < Q; ++q) sums[q * K + k] += a[q] * b;
+    }
   }
-  float sum = sum_lanes(a, b, c, d);
-  for (; i < n; ++i) sum += x[i] * y[i];
-  return sum;
+  if (i < n) {
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) sums[k] += first_of(x[k / K] + i, n - i) * first_of(y[k % K] + i, n - i);
+  }
+  return sum_lanes(sums);
 }
 
-// e^x for x <= 0 within a few units in the last place, and 0 below -87. Without branches, so that loops over it vectorise.
-inline float exp_negative(float x) {
-  float y = x < -87.0f ? -87.0f : x;
-  float n = static_cast<float>(static_cast<std::int32_t>(y * 1.44269504f - 0.5f));
-  float r = y - n * 0.693359375f - n * -2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  float power = std::bit_cast<float>((static_cast<std::int32_t>(n) + 127) << 23);
-  return p * (x < -87.0f ? 0.0f : power);
+// use(size, at) for [begin, end) in parts of Most where that many are left, of half as many where they are not, and so on.
+template <int Most, class Use>
+inline __attribute__((always_inline)) void in_parts(std::int64_t begin, std::int64_t end, Use use) {
+  for (; begin + Most <= end; begin += Most) use(std::integral_constant<int, Most>(), begin);
+  if constexpr (Most > 1) in_parts<Most / 2>(begin, end, use);
+}
+
+void float_product(const float* x, const float* weight, float* out, std::int64_t rows, std::int64_t n, std::int64_t outputs,
+                   std::int64_t begin, std::int64_t end) {
+  in_parts<2>(0, rows, [=](auto count, std::int64_t row) {
+    constexpr int Q = count, K = 8 / Q;
+    const float *xs[Q], *ys[K];
+    for (int q = 0; q < Q; ++q) xs[q] = x + (row + q) * n;
+    for (std::int64_t o = begin; o < end; o += K) {
+      for (int k = 0; k < K; ++k) ys[k] = weight + (o + k < end ? o + k : end - 1) * n;
+      const Eight sums = dots<Q>(xs, ys, n);
+      for (int q = 0; q < Q; ++q)
+        for (int k = 0; k < K && o + k < end; ++k) out[(row + q) * outputs + o + k] = sums[q * K + k];
+    }
+  });
+}
+
+void rms_norm_row(const float* x, const float* weight, float* out, std::int64_t n, float eps) {
+  constexpr std::int64_t lanes = 32;
+  Eight sums[4] = {};
+  std::int64_t i = 0;
+  for (; i + lanes <= n; i += lanes)
+    for (int k = 0; k < 4; ++k) sums[k] += eight(x + i + 8 * k) * eight(x + i + 8 * k);
+  float sum = sum_lanes((sums[0] + sums[2]) + (sums[1] + sums[3]));
+  for (; i < n; ++i) sum += x[i] * x[i];
+  const float scale = 1.0f / std::sqrt(sum / static_cast<float>(n) + eps);
+  for (i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
+}
+
+// e^x for x <= 0, and 0 from -87 down; the relative error is below 3e-7 and half of what rounding x may do.
+inline Eight exp_negative(Eight x) {
+  constexpr float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the last bits
+  const Eight lowest = Eight{} - 87.0f;
+  const Eight y = x > lowest ? x : lowest;
+  const Eight shifted = y * 1.44269504f + round;
+  const Eight r = y - (shifted - round) * 0.693147181f;
+  Eight p = r * 8.36970920e-3f + 4.19175367e-2f;
+  p = p * r + 1.66665182e-1f;
+  p = p * r + 4.99989948e-1f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return y == lowest ? Eight{} : (Eight)((EightIntegers)p + ((EightIntegers)shifted << 23));  // 2^n times p
 }
 
 // Sum of e^(x - top) over n values, of which none is above top.
 float exp_sum(const float* x, std::int64_t n, float top) {
-  float lanes[kLanes] = {};
+  Eight sum{};
   std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    float powers[kLanes];  // in a loop of its own, which the compiler vectorises
-    for (int lane = 0; lane < kLanes; ++lane) powers[lane] = exp_negative(x[i + lane] - top);
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += powers[lane];
-  }
-  float sum = sum_lanes(eight(lanes), eight(lanes + 8), eight(lanes + 16), eight(lanes + 24));
-  for (; i < n; ++i) sum += exp_negative(x[i] - top);
-  return sum;
+  for (; i + 8 <= n; i += 8) sum += exp_negative(eight(x + i) - top);
+  Eight rest = Eight{} - INFINITY;
+  std::memcpy(&rest, x + i, (n - i) * sizeof(float));
+  return sum_lanes(sum + exp_negative(rest - top));
 }
 
-void rms_norm_row(const float* x, const float* weight, float* out, std::int64_t n, float eps) {
-  float scale = 1.0f / std::sqrt(dot(x, x, n) / static_cast<float>(n) + eps);
-  for (std::int64_t i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
+// Softmax in place, with room for seven scores more. Lane i of the sum has the scores i, i + 8, i + 16 and so on.
+inline void softmax(float* scores, std::int64_t count) {
+  for (std::int64_t i = count; i % 8; ++i) scores[i] = -INFINITY;
+  Eight highest = Eight{} - INFINITY, sum{};
+  for (std::int64_t i = 0; i < count; i += 8) {
+    const Eight s = eight(scores + i);
+    highest = s > highest ? s : highest;
+  }
+  float top = highest[0];
+  for (int i = 1; i < 8; ++i) top = highest[i] > top ? highest[i] : top;
+  for (std::int64_t i = 0; i < count; i += 8) {
+    const Eight e = exp_negative(eight(scores + i) - top);
+    store(scores + i, e);
+    sum += e;
+  }
+  const float share = 1.0f / sum_lanes(sum);
+  for (std::int64_t i = 0; i < count; i += 8) store(scores + i, eight(scores + i) * share);
 }
 
-// One head of one token, which sees `count` keys; `weights` is scratch for as many floats.
-void attend(const Attention& a, std::int64_t head, std::int64_t token, const std::int32_t* seen, std::int64_t count,
-            float* weights) {
-  std::int64_t kv_head = head / (a.heads / a.kv_heads);
-  const float* query = a.query + head * a.query_head + token * a.query_token;
-  const float* key = a.key + kv_head * a.key_head;
-  float top = -INFINITY;
-  for (std::int64_t j = 0; j < count; ++j) {
-    weights[j] = dot(query, key + seen[j] * a.key_token, a.dim) * a.scale;
-    top = weights[j] > top ? weights[j] : top;
-  }
-  for (std::int64_t j = 0; j < count; ++j) weights[j] = exp_negative(weights[j] - top);
-  float total = 0;
-  for (std::int64_t j = 0; j < count; ++j) total += weights[j];
-
-  const float* value = a.value + kv_head * a.value_head;
-  float* out = a.out + (token * a.heads + head) * a.value_dim;
-  const float share = 1.0f / total;
-  std::int64_t d = 0;
-  for (; d + kLanes <= a.value_dim; d += kLanes) {
-    Eight sum[4] = {};
-    for (std::int64_t j = 0; j < count; ++j) {
-      const float* row = value + seen[j] * a.value_token + d;
-      for (int k = 0; k < 4; ++k) sum[k] += weights[j] * eight(row + 8 * k);
+// Eight rows of n floats, as columns of `out`.
+inline void transpose(const float* const* rows, std::int64_t n, float* out, std::int64_t out_stride) {
+  const auto four_columns = [out_stride](Eight a, Eight b, Eight c, Eight d, float* to) __attribute__((always_inline)) {
+    const Eight ab = pick<0, 8, 1, 9, 4, 12, 5, 13>(a, b), cd = pick<0, 8, 1, 9, 4, 12, 5, 13>(c, d);
+    const Eight AB = pick<2, 10, 3, 11, 6, 14, 7, 15>(a, b), CD = pick<2, 10, 3, 11, 6, 14, 7, 15>(c, d);
+    store(to, pick<0, 1, 8, 9, 4, 5, 12, 13>(ab, cd));
+    store(to + out_stride, pick<2, 3, 10, 11, 6, 7, 14, 15>(ab, cd));
+    store(to + 2 * out_stride, pick<0, 1, 8, 9, 4, 5, 12, 13>(AB, CD));
+    store(to + 3 * out_stride, pick<2, 3, 10, 11, 6, 7, 14, 15>(AB, CD));
+  };
+  std::int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    Eight low[4], high[4];  // halves of rows k and k + 4
+    for (int k = 0; k < 4; ++k) {
+      const Eight x = eight(rows[k] + i), y = eight(rows[k + 4] + i);
+      low[k] = pick<0, 1, 2, 3, 8, 9, 10, 11>(x, y);
+      high[k] = pick<4, 5, 6, 7, 12, 13, 14, 15>(x, y);
     }
-    for (int k = 0; k < 4; ++k) *reinterpret_cast<Eight*>(out + d + 8 * k) = sum[k] * share;
+    four_columns(low[0], low[1], low[2], low[3], out + i * out_stride);
+    four_columns(high[0], high[1], high[2], high[3], out + (i + 4) * out_stride);
   }
-  for (; d < a.value_dim; ++d) {
-    float sum = 0;
-    for (std::int64_t j = 0; j < count; ++j) sum += weights[j] * value[seen[j] * a.value_token + d];
-    out[d] = sum * share;
+  for (; i < n; ++i)
+    for (int k = 0; k < 8; ++k) out[i * out_stride + k] = rows[k][i];
+}
+
+// sums[q][n] += x[q][i] * row(i)[8n..8n + 7] for i = 0, 1 and so on.
+template <int Q, int N, class Row>
+inline __attribute__((always_inline)) void add_products(const float* const* x, std::int64_t count, Row row, Eight (&sums)[Q][N]) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float* y = row(i);
+    for (int n = 0; n < N; ++n) {
+      const Eight v = Q > 1 ? in_register(eight(y + 8 * n)) : eight(y + 8 * n);
+      for (int q = 0; q < Q; ++q) sums[q][n] += x[q][i] * v;
+    }
   }
+}
+
+// Which of a block's other keys a token sees.
+struct Seen {
+  const std::int32_t* others;
+  std::int64_t count;
+};
+
+// Attention of the queries of some tokens to one head of keys and values.
+struct Attending {
+  const Attention& a;
+  const TokenBlock& b;
+  const std::int64_t kv_head, group;  // group: so many heads share the keys; query i is one of token i / group
+  float* const transposed;            // keys, the same dimension of all of them side by side
+  float* const weights;               // [queries, b.stride]
+
+  std::int64_t head(std::int64_t i) const { return kv_head * group + i % group; }
+  const float* query(std::int64_t i) const { return a.query + head(i) * a.query_head + (b.token + i / group) * a.query_token; }
+  float* out(std::int64_t i) const { return a.out + ((b.token + i / group) * a.heads + head(i)) * a.value_dim; }
+  float* row(std::int64_t i) const { return weights + i * b.stride; }
+  Seen before(std::int64_t t) const { return {b.seen + b.starts[2 * t], b.starts[2 * t + 1] - b.starts[2 * t]}; }
+  Seen after(std::int64_t t) const { return {b.seen + b.starts[2 * t + 1], b.starts[2 * t + 2] - b.starts[2 * t + 1]}; }
+
+  // Scores of all queries with the keys slot(0), slot(1) and so on, into columns [at, at + count) and some beyond.
+  template <class Slot>
+  void score(std::int64_t at, std::int64_t count, Slot slot) const {
+    const float* keys = a.key + kv_head * a.key_head;
+    const std::int64_t most = cached_rows(a.dim);
+    for (std::int64_t begin = 0; begin < count; begin += most) {
+      const std::int64_t vectors = (least(most, count - begin) + 7) / 8;
+      for (std::int64_t n = 0; n < vectors; ++n) {
+        const float* rows[8];
+        for (int k = 0; k < 8; ++k) {
+          rows[k] = keys + slot(least(begin + 8 * n + k, count - 1)) * a.key_token;
+          prefetch(keys + slot(least(begin + 8 * n + k + 16, count - 1)) * a.key_token, a.dim);
+        }
+        transpose(rows, a.dim, transposed + 8 * n, 8 * vectors);
+      }
+      multiply_transposed(at + begin, vectors);
+    }
+  }
+
+  void multiply_transposed(std::int64_t at, std::int64_t vectors) const {
+    in_parts<4>(0, b.tokens * group, [&](auto queries, std::int64_t i) __attribute__((always_inline)) {
+      constexpr int Q = queries;
+      const float* x[Q];
+      for (int q = 0; q < Q; ++q) x[q] = query(i + q);
+      in_parts<8 / Q>(0, vectors, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
+        constexpr int N = width;
+        Eight sums[Q][N] = {};
+        add_products(x, a.dim, [&](std::int64_t d) { return transposed + 8 * (d * vectors + n); }, sums);
+        for (int q = 0; q < Q; ++q)
+          for (int m = 0; m < N; ++m) store(row(i + q) + at + 8 * (n + m), sums[q][m] * a.scale);
+      });
+    });
+  }
+
+  // Moves the scores of the keys that query i sees side by side; returns how many there are.
+  std::int64_t keep_seen(std::int64_t i) const {
+    float* scores = row(i);
+    const std::int64_t common = b.end - b.begin;
+    const Seen early = before(i / group), late = after(i / group);
+    for (std::int64_t j = 0; j < early.count; ++j) scores[j] = scores[early.others[j]];
+    if (early.count < b.before) std::memmove(scores + early.count, scores + b.before, common * sizeof(float));
+    float* rest = scores + early.count + common;
+    for (std::int64_t j = 0; j < late.count; ++j) rest[j] = scores[common + late.others[j]];
+    return early.count + common + late.count;
+  }
+
+  // Adds the values at slot(0), slot(1) and so on to the outputs of queries [first, last); query i has their weights from
+  // column at(i) on.
+  template <class At, class Slot>
+  void add_values(std::int64_t first, std::int64_t last, At at, std::int64_t count, Slot slot) const {
+    const float* values = a.value + kv_head * a.value_head;
+    in_parts<4>(first, last, [&](auto queries, std::int64_t i) __attribute__((always_inline)) {
+      constexpr int Q = queries;
+      const float* w[Q];
+      float* to[Q];
+      for (int q = 0; q < Q; ++q) {
+        w[q] = row(i + q) + at(i + q);
+        to[q] = out(i + q);
+      }
+      in_parts<8 / Q>(0, a.value_dim / 8, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
+        constexpr int N = width;
+        Eight sums[Q][N];
+        for (int q = 0; q < Q; ++q)
+          for (int m = 0; m < N; ++m) sums[q][m] = eight(to[q] + 8 * (n + m));
+        add_products(w, count, [&](std::int64_t j) { return values + slot(j) * a.value_token + 8 * n; }, sums);
+        for (int q = 0; q < Q; ++q)
+          for (int m = 0; m < N; ++m) store(to[q] + 8 * (n + m), sums[q][m]);
+      });
+      for (std::int64_t d = a.value_dim / 8 * 8; d < a.value_dim; ++d)
+        for (int q = 0; q < Q; ++q)
+          for (std::int64_t j = 0; j < count; ++j) to[q][d] += w[q][j] * values[slot(j) * a.value_token + d];
+    });
+  }
+
+  void run() const {
+    const std::int64_t common = b.end - b.begin, queries = b.tokens * group;
+    score(0, b.before, [&](std::int64_t j) { return b.others[j]; });
+    score(b.before, common, [&](std::int64_t j) { return b.begin + j; });
+    score(b.before + common, b.after, [&](std::int64_t j) { return b.others[b.before + j]; });
+    for (std::int64_t i = 0; i < queries; ++i) {
+      softmax(row(i), keep_seen(i));
+      std::memset(out(i), 0, a.value_dim * sizeof(float));
+    }
+    const auto add_others = [&](std::int64_t t, std::int64_t at, Seen seen) {
+      add_values(t * group, (t + 1) * group, [=](std::int64_t) { return at; }, seen.count,
+                 [=, this](std::int64_t j) { return b.others[seen.others[j]]; });
+    };
+    for (std::int64_t t = 0; t < b.tokens; ++t) add_others(t, 0, before(t));
+    const std::int64_t most = cached_rows(a.value_dim);
+    for (std::int64_t j = 0; j < common; j += most) {
+      for (std::int64_t k = j + most; k < least(j + 2 * most, common); ++k)
+        prefetch(a.value + kv_head * a.value_head + (b.begin + k) * a.value_token, a.value_dim);
+      add_values(0, queries, [=, this](std::int64_t i) { return before(i / group).count + j; }, least(most, common - j),
+                 [=, this](std::int64_t k) { return b.begin + j + k; });
+    }
+    for (std::int64_t t = 0; t < b.tokens; ++t) add_others(t, before(t).count + common, after(t));
+  }
+};
+
+void attend(const Attention& a, const TokenBlock& block, std::int64_t kv_head, float* scratch) {
+  const std::int64_t transposed = cached_rows(a.dim) * a.dim;
+  Attending{a, block, kv_head, a.heads / a.kv_heads, scratch, scratch + transposed}.run();
 }
 
 }  // namespace

@@ -40,6 +40,17 @@ struct Product {
   std::int64_t first_group(std::int64_t part) const { return part * groups / kParts; }
 };
 
+// Consecutive tokens that attend together, and the keys that they see.
+struct TokenBlock {
+  std::int64_t token, tokens;   // the first, and how many
+  std::int64_t begin, end;      // all of them see the keys [begin, end)
+  const std::int32_t* others;   // the other keys that any of them sees, in ascending order
+  std::int64_t before, after;   // how many of those are before `begin`, and from `end` on
+  const std::int32_t* seen;     // which of the others a token sees, in ascending order, one token after another
+  const std::int64_t* starts;   // [2 * tokens + 1]: token t sees those before `begin` from starts[2t], the rest from starts[2t + 1]
+  std::int64_t stride;          // floats in a row of weights: the number of keys and 8 at least
+};
+
 struct Isa {
   const char* name;
   void (*product)(const Product&);
@@ -56,16 +67,19 @@ struct Isa {
   // Multiply-adds of int8 in registers alone, for `rounds` rounds; returns how many were done.
   std::int64_t (*peak)(std::int64_t rounds);
   // The inner loops of dense.h.
-  float (*dot)(const float* a, const float* b, std::int64_t n);
   void (*rms_norm)(const float* x, const float* weight, float* out, std::int64_t n, float eps);
-  void (*attend)(const Attention& a, std::int64_t head, std::int64_t token, const std::int32_t* seen, std::int64_t count,
-                 float* weights);
+  void (*float_product)(const float* x, const float* weight, float* out, std::int64_t rows, std::int64_t n, std::int64_t outputs,
+                        std::int64_t begin, std::int64_t end);  // outputs [begin, end) of float_linear
+  void (*attend)(const Attention& a, const TokenBlock& block, std::int64_t kv_head, float* scratch);
   float (*exp_sum)(const float* x, std::int64_t n, float top);
 };
 
 inline constexpr std::int64_t scratch_bytes(std::int64_t group, std::int64_t groups) {
   return 2 * kAccumulators * 4 + group * (kColumns + 64 + 3 * 8) + groups * 32 * (32 + 4) + 4096;
 }
+
+// Rows of floats that stay in a level-1 cache, or in half of it, while others come by; a multiple of 8.
+inline constexpr std::int64_t cached_rows(std::int64_t floats) { return floats < 512 ? 4096 / floats / 8 * 8 : 8; }
 
 extern const Isa isa_portable;
 #ifdef EDGEXPERT_AVX2

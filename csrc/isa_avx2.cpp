@@ -167,6 +167,7 @@ std::int64_t peak(std::int64_t rounds) {
 
 }  // namespace
 
-const Isa isa_avx2 = {"avx2", product_avx2<Avx2>, join, quantise, activate, add_scaled, read, peak, dot, rms_norm_row, attend, exp_sum};
+const Isa isa_avx2 = {"avx2", product_avx2<Avx2>, join, quantise, activate, add_scaled,
+                      read, peak, rms_norm_row, float_product, attend, exp_sum};
 
 }  // namespace edgexpert

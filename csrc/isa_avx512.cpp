@@ -183,6 +183,7 @@ std::int64_t peak(std::int64_t rounds) {
 
 }  // namespace
 
-const Isa isa_avx512 = {"avx512", product<Avx512>, join, quantise, activate, add_scaled, read, peak, dot, rms_norm_row, attend, exp_sum};
+const Isa isa_avx512 = {"avx512", product<Avx512>, join, quantise, activate, add_scaled,
+                        read, peak, rms_norm_row, float_product, attend, exp_sum};
 
 }  // namespace edgexpert

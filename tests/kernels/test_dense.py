@@ -83,6 +83,70 @@ def test_a_token_attends_alone_as_among_others(case: tuple[Tensor, Tensor, Tenso
         assert torch.equal(dense.attention(query[:, t : t + 1], key[:, :end], value[:, :end], row, 0.3)[0], together[t])
 
 
+def a_tree(tokens: int) -> list[list[int]]:
+    """The path from the root to each token of a random tree, the token included."""
+    paths = [[0]]
+    for t in range(1, tokens):
+        paths.append([*paths[int(torch.randint(max(0, t - 9), t, (1,)))], t])
+    return paths
+
+
+@pytest.mark.parametrize("path", ISAS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "context", "window"), [(4, 2, 64, 150, None), (2, 2, 20, 60, None), (3, 1, 8, 90, 40)]
+)
+def test_a_candidate_in_a_tree_attends_as_in_plain_decoding(
+    path: str, heads: int, kv_heads: int, dim: int, context: int, window: int | None
+) -> None:
+    """Other queries, other places in the cache, several blocks of queries: the same bits. With a window, old keys are unseen."""
+    torch.manual_seed(2)
+    native._native.select_isa(path)
+    paths = a_tree(64)
+    query, key, value = (
+        torch.randn(64, heads, dim),
+        torch.randn(kv_heads, context + 64, dim),
+        torch.randn(kv_heads, context + 64, dim),
+    )
+    slots = [[*range(context), *(context + t for t in seen)][-window if window else 0 :] for seen in paths]
+    mask = torch.zeros(64, context + 64, dtype=torch.bool)
+    for t, seen in enumerate(slots):
+        mask[t, seen] = True
+    tree = dense.attention(query.transpose(0, 1), key, value, mask, 0.3)
+    for t, seen in enumerate(slots):
+        alone = dense.attention(query[t][:, None], key[:, seen].contiguous(), value[:, seen].contiguous(), None, 0.3)
+        assert torch.equal(alone[0], tree[t])
+
+
+def test_a_prompt_attends_as_token_by_token() -> None:
+    torch.manual_seed(3)
+    query, key, value = torch.randn(2, 75, 24), torch.randn(1, 90, 24), torch.randn(1, 90, 24)
+    together = dense.attention(query, key, value, None, 0.3)
+    for t in range(75):
+        alone = dense.attention(query[:, t : t + 1], key[:, : 16 + t], value[:, : 16 + t], None, 0.3)
+        assert torch.equal(alone[0], together[t])
+
+
+def test_a_candidate_that_overflows_spoils_only_its_descendants() -> None:
+    torch.manual_seed(4)
+    query, key, value, mask = torch.randn(2, 6, 16), torch.randn(1, 46, 16), torch.randn(1, 46, 16), torch.ones(6, 46).bool()
+    mask[:, 40:] = torch.eye(6, dtype=torch.bool)
+    mask[5, 42] = True
+    before = dense.attention(query, key, value, mask, 0.25)
+    key[:, 42] = value[:, 42] = torch.inf
+    after = dense.attention(query, key, value, mask, 0.25)
+    others = [0, 1, 3, 4]
+    assert torch.equal(after[others], before[others])
+    assert after[[2, 5]].isnan().all()
+
+
+def test_weights_are_those_of_an_exact_softmax() -> None:
+    """Scores far apart, of which the lowest vanish."""
+    scores = torch.tensor([0.0, -0.5, -3.0, -20.0, -86.0, -88.0, -200.0])
+    got = dense.attention(torch.ones(1, 1, 1), scores[None, :, None], torch.eye(7)[None], None, 1.0)[0, 0]
+    torch.testing.assert_close(got, scores.double().softmax(0).float(), rtol=3e-6, atol=1e-37)
+    assert got[5] == got[6] == 0
+
+
 def test_keys_that_a_token_does_not_see_are_not_read() -> None:
     torch.manual_seed(0)
     query, key, value = torch.randn(4, 3, 16), torch.randn(2, 10, 16), torch.randn(2, 10, 16)
