@@ -69,7 +69,8 @@ void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t t
   for (std::int64_t i = 0; i < tokens * hidden; ++i) out[i] = x[i] + out[i] * layer.residual;
 }
 
-void expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* chosen, float* weights) {
+std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* chosen,
+                          float* weights) {
   const std::int64_t hidden = layer.gate_up.channels, count = layer.gate_up.count, k = layer.top_k, pairs = tokens * k;
   thread_local std::vector<float> normed, logits, by_expert;
   thread_local std::vector<std::int64_t> ranking, token, ids, offsets, tokens_by_expert, order;
@@ -109,6 +110,34 @@ void expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens,
   experts(layer.gate_up, layer.down, normed.data(), tokens, {loaded, ids.data(), offsets.data(), tokens_by_expert.data()}, {},
           layer.gate_up_bias, layer.down_bias, layer.activation, layer.gated, by_expert.data(), out);
   for (std::int64_t i = 0; i < tokens * hidden; ++i) out[i] = x[i] + out[i] * layer.residual;
+  return loaded;
+}
+
+std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, std::int64_t tokens, const float* cos,
+                                      const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length,
+                                      const bool* mask, const std::vector<std::int64_t>& fused, float* features, float* out,
+                                      std::int64_t* experts, float* weights) {
+  const AttentionLayer& first = stack.layers.front().attention;
+  const std::int64_t hidden = first.query.channels, cache = first.kv_heads * capacity * first.dim;
+  const std::int64_t chosen = tokens * stack.layers.front().experts.top_k, count = static_cast<std::int64_t>(fused.size());
+  thread_local std::vector<float> between;
+  between.resize(tokens * hidden);
+  const auto keep = [&](std::int64_t layer) {
+    for (std::int64_t i = 0; i < count; ++i)
+      for (std::int64_t t = 0; fused[i] == layer && t < tokens; ++t)
+        std::copy_n(x + t * hidden, hidden, features + (t * count + i) * hidden);
+  };
+  std::vector<std::int64_t> loaded;
+  for (const auto& [attention, moe] : stack.layers) {
+    const auto layer = static_cast<std::int64_t>(loaded.size());
+    keep(layer);
+    attention_layer(attention, x, tokens, cos, sin, keys + layer * cache, values + layer * cache, capacity, length, mask,
+                    between.data());
+    loaded.push_back(expert_layer(moe, between.data(), tokens, out, experts + layer * chosen, weights + layer * chosen));
+    x = out;
+  }
+  keep(static_cast<std::int64_t>(loaded.size()));
+  return loaded;
 }
 
 }  // namespace edgexpert

@@ -1,8 +1,9 @@
-// A decoder layer in one or two calls. Each step is the kernel of the same name; together they spare a layer some thirty crossings
-// between Python and here, which in a small model take longer than its weights.
+// Decoder layers in one call. Each step is the kernel of the same name; together they spare a layer some thirty crossings between
+// Python and here, which in a small model take longer than its weights.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels.h"
 
@@ -38,6 +39,25 @@ struct ExpertLayer {
 };
 
 // out [tokens, hidden] = x + residual * experts(norm(x)); what was chosen goes to experts and weights, [tokens, top_k], best first.
-void expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* experts, float* weights);
+// Returns how many experts were loaded.
+std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* experts,
+                          float* weights);
+
+// Decoder layers behind each other, of the same sizes.
+struct LayerStack {
+  struct Layer {
+    AttentionLayer attention;
+    ExpertLayer experts;
+  };
+  std::vector<Layer> layers;
+};
+
+// Arguments as above. keys and values are [layers, kv_heads, capacity, dim], experts and weights [layers, tokens, top_k]. The inputs
+// of some layers, or of what comes after the last one, are put side by side into features [tokens, fused.size() * hidden].
+// Returns how many experts each layer loaded.
+std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, std::int64_t tokens, const float* cos,
+                                      const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length,
+                                      const bool* mask, const std::vector<std::int64_t>& fused, float* features, float* out,
+                                      std::int64_t* experts, float* weights);
 
 }  // namespace edgexpert

@@ -2,9 +2,11 @@
 // edgexpert/kernels/native.py is the only caller and checks types, shapes and layout first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <atomic>
 #include <stdexcept>
+#include <vector>
 
 #include "isa.h"
 #include "layer.h"
@@ -96,7 +98,22 @@ NB_MODULE(_native, m) {
       .def(
           "run",
           [](const ExpertLayer& layer, Address x, std::int64_t tokens, Address out, Address experts, Address weights) {
-            expert_layer(layer, at<const float>(x), tokens, at<float>(out), at<std::int64_t>(experts), at<float>(weights));
+            return expert_layer(layer, at<const float>(x), tokens, at<float>(out), at<std::int64_t>(experts), at<float>(weights));
+          },
+          nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<LayerStack>(m, "LayerStack")
+      .def(nb::init<>())
+      .def("add", [](LayerStack& stack, const AttentionLayer& attention,
+                     const ExpertLayer& experts) { stack.layers.push_back({attention, experts}); })
+      .def(
+          "run",
+          [](const LayerStack& stack, Address x, std::int64_t tokens, Address cos, Address sin, Address keys, Address values,
+             std::int64_t capacity, std::int64_t length, Address mask, const std::vector<std::int64_t>& fused, Address features,
+             Address out, Address experts, Address weights) {
+            return layer_stack(stack, at<const float>(x), tokens, at<const float>(cos), at<const float>(sin), at<float>(keys),
+                               at<float>(values), capacity, length, at<const bool>(mask), fused, at<float>(features), at<float>(out),
+                               at<std::int64_t>(experts), at<float>(weights));
           },
           nb::call_guard<nb::gil_scoped_release>());
 

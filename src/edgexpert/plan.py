@@ -170,7 +170,7 @@ class ExpertShape:
     gate_up_outputs: int
     format: WeightFormat
 
-    @property
+    @cached_property
     def expert(self) -> float:
         """Bytes of a whole expert."""
         return self._whole(self.hidden, self.gate_up_outputs) + self._whole(self.intermediate, self.hidden)

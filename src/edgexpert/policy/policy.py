@@ -61,6 +61,11 @@ class Policy:
         return not (self.coarse_pruning or self.fine_pruning or self.prompt_wise_expert_reuse
                     or self.depth_aware_coalescing or self.computational_calibration or self.stores_otherwise)
 
+    def acts_on(self, stage: Stage) -> bool:
+        """Whether a stage runs otherwise than by its router alone."""
+        acts = self.prompt_wise_expert_reuse if stage.tree is None else self.coarse_pruning or self.fine_pruning
+        return acts or self.stores_otherwise
+
     @property
     def stores_otherwise(self) -> bool:
         """Whether experts are kept in another form than they are hosted in: MoE-Pruner's or EdgeMoE's."""
