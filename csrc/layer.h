@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "select.h"
 
 namespace edgexpert {
 
@@ -43,6 +44,19 @@ struct ExpertLayer {
 std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* experts,
                           float* weights);
 
+// What a policy decides in one layer, or in all layers behind each other.
+struct Decision {
+  std::int64_t* experts;   // that each token keeps, [tokens, top_k]; the number of experts stands for none
+  float* weights;          // [tokens, top_k]
+  bool *gate_up, *down;    // loaded channels, [experts, channels]; null where all are
+  bool *gate_up_compute, *down_compute;  // channels that a pair computes on, token by token, [tokens * top_k, channels]; or null
+  std::int64_t* read;      // input channels of gate/up that are loaded, the groups that they lie in; the same of down
+};
+
+// The expert half under a policy; `experts` and `weights` are the router's own.
+std::int64_t pruned_expert_layer(const ExpertLayer& layer, const Pruning& rule, const float* x, std::int64_t tokens, float* out,
+                                 std::int64_t* experts, float* weights, const Decision& decision);
+
 // Decoder layers behind each other, of the same sizes.
 struct LayerStack {
   struct Layer {
@@ -53,11 +67,11 @@ struct LayerStack {
 };
 
 // Arguments as above. keys and values are [layers, kv_heads, capacity, dim], experts and weights [layers, tokens, top_k]. The inputs
-// of some layers, or of what comes after the last one, are put side by side into features [tokens, fused.size() * hidden].
-// Returns how many experts each layer loaded.
+// of some layers, or of what comes after the last one, are put side by side into features [tokens, fused.size() * hidden]. Without a
+// rule all experts are the router's. Returns how many experts each layer loaded.
 std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, std::int64_t tokens, const float* cos,
                                       const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length,
                                       const bool* mask, const std::vector<std::int64_t>& fused, float* features, float* out,
-                                      std::int64_t* experts, float* weights);
+                                      std::int64_t* experts, float* weights, const Pruning* rule, const Decision& decision);
 
 }  // namespace edgexpert

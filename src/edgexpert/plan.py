@@ -183,6 +183,11 @@ class ExpertShape:
         """The same of down."""
         return self._selected(selection, experts, self.intermediate, self.hidden)
 
+    def counted(self, gate_up_channels: int, gate_up_groups: int, down_channels: int, down_groups: int) -> float:
+        """Bytes of so many channels of each matrix that touch so many rows of scales."""
+        gate_up = self.format.read(self.gate_up_outputs, gate_up_channels, gate_up_groups)
+        return gate_up + self.format.read(self.hidden, down_channels, down_groups)
+
     def stored(self, storage: Storage, experts: Tensor) -> float:
         """Bytes of whole experts, int64 [n], that are stored otherwise."""
         return sum(

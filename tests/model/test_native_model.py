@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
-from edgexpert.kernels import native
+from edgexpert.kernels import dense, native
+from edgexpert.kernels.experts import run_experts
 from edgexpert.model.cache import TreeCache
 from edgexpert.model.host import HostedModel
 from edgexpert.model.native_model import native_model
 from edgexpert.model.packed import load_pack
 from edgexpert.model.running import StageOutput
-from edgexpert.policy import PRESETS
+from edgexpert.plan import ChannelSelection
+from edgexpert.policy import PRESETS, Policy
 from edgexpert.stage import Stage, TokenTree
 from tests.conftest import make_model, make_tokenizer
 
@@ -120,11 +125,85 @@ def test_policies_take_turns_on_one_cache(load: Load) -> None:
     torch.testing.assert_close(mixed, run(host)[0][1].logits, rtol=1e-4, atol=1e-4)
 
 
+POLICIES = {
+    "pruned": PRESETS["pruned"],
+    "coarse": Policy("coarse", coarse_pruning=True),
+    "coalesced": PRESETS["coalesced"],
+    "edgexpert": PRESETS["edgexpert"],
+    "by path": replace(PRESETS["edgexpert"], token_weight="path"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", ["granitemoe", "olmoe"])
+def test_what_is_decided_in_one_call_is_what_the_policy_decides(family: str, policy: str, load: Load) -> None:
+    host = HostedModel(load(family), POLICIES[policy])
+    assert host.native is not None
+    stage, cache, again = Stage.verify(TREE, PROMPT), host.new_cache(40), host.new_cache(40)
+    for states in (cache, again):
+        host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), states)
+    before = host.ledger.decode["experts"]
+    output = host.run(stage, cache, range(LAYERS))
+    assert output.features is not None
+    assert host.ledger.decode["experts"] - before == pytest.approx(
+        sum(plan.bytes(block.shape) for plan, block in zip(output.plans, host.blocks, strict=True))
+    )
+    assert output.experts_loaded == sum(plan.routing.count for plan in output.plans)
+
+    mask = torch.cat([torch.ones(len(TREE), PROMPT, dtype=torch.bool), TREE.mask], 1)[None, None]
+    rotary = host.native.rotary(output.features[None], position_ids=stage.positions[None])
+    layers = zip(host.native.members, host.blocks, output.plans, output.exact, output.features.chunk(LAYERS, 1), strict=True)
+    for member, block, plan, exact, x in layers:
+        between = member.attend(x[None].contiguous(), mask, again, *rotary)
+        normed = dense.rms_norm(between[0], member.norm.weight, member.norm.eps)
+        assert block.form is not None
+        routing = host.policy.route(exact, block.form.scores(dense.linear(normed, member.router)), stage)
+        assert torch.equal(plan.routing.experts, routing.experts)
+        torch.testing.assert_close(plan.routing.weights, routing.weights)
+        same(plan.gate_up, host.policy.select_channels(normed[plan.routing.pair_token], plan.routing, stage))
+        if block.packed is not None and plan.gate_up is not None:
+            _, down, _ = run_experts(
+                normed, plan.routing, block.packed, plan.gate_up,
+                lambda activations, plan=plan: host.policy.select_channels(activations, plan.routing, stage),  # type: ignore[misc]
+            )
+            same(plan.down, down)
+
+
+def same(ours: ChannelSelection | None, theirs: ChannelSelection | None) -> None:
+    if ours is None or theirs is None:
+        assert ours is theirs
+        return
+    assert torch.equal(ours.loaded, theirs.loaded)
+    assert (ours.compute is None) == (theirs.compute is None)
+    assert ours.compute is None or theirs.compute is None or torch.equal(ours.compute, theirs.compute)
+
+
+@pytest.mark.parametrize("policy", ["pruned", "edgexpert"])
+def test_a_pruned_stage_in_one_call_gives_the_logits_of_one_layer_by_layer(policy: str, load: Load) -> None:
+    whole = HostedModel(load("qwen3_moe"), PRESETS[policy])
+    logits = pruned_logits(whole)
+    layer_by_layer = HostedModel(whole.model, PRESETS[policy])
+    layer_by_layer.native = None
+    torch.testing.assert_close(logits, pruned_logits(layer_by_layer), rtol=1e-4, atol=1e-4)
+    assert whole.ledger.to_json() == layer_by_layer.ledger.to_json()
+
+
+def pruned_logits(host: HostedModel) -> Tensor:
+    cache = host.new_cache(40)
+    host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), cache)
+    return host.run(Stage.verify(TREE, PROMPT), cache).logits
+
+
 def test_a_stage_is_left_to_the_router_where_its_policy_does_not_act(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     host = HostedModel(load("olmoe"), PRESETS["pruned"])  # acts on trees alone
     assert host.native is not None
-    seen: list[int] = []
+    seen: list[tuple[str, bool]] = []
     one_call = host.native.run
-    monkeypatch.setattr(host.native, "run", lambda tokens, *args: (seen.append(len(tokens)), one_call(tokens, *args))[1])
+
+    def watched(stage: Stage, *args: Any) -> Any:
+        seen.append((stage.kind, args[-1] is None))
+        return one_call(stage, *args)
+
+    monkeypatch.setattr(host.native, "run", watched)
     run(host)
-    assert seen == [PROMPT]
+    assert seen == [("prefill", True), ("verify", False), ("verify", False)]

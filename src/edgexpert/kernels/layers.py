@@ -6,6 +6,7 @@ There is no twin of these in PyTorch: without compiled kernels a model keeps the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -98,16 +99,75 @@ def layer_stack(layers: Sequence[tuple[Any, Any]]) -> Any:
     return stack
 
 
+@dataclass(frozen=True, eq=False)
+class Pruning:
+    """What a policy does to a verify stage of T tokens, for the compiled twin of its rules.
+
+    Attributes:
+        keep: coarse pruning: tokens whose experts stay, bool [T]; None for all.
+        keep_channels: fine pruning: share of a token's importance that its channels hold; None for all channels.
+        selection_ratio: depth-aware coalescing; None for every channel that some candidate needs.
+        calibrated: candidates compute on all channels that are loaded for their expert.
+        depth: of each token, int64 [T].
+        token_weight: of the channel score, float32 [T]; None for the routing weights.
+    """
+
+    keep: Tensor | None
+    keep_channels: float | None
+    selection_ratio: float | None
+    calibrated: bool
+    depth: Tensor
+    token_weight: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Decisions:
+    """What a policy decided in L layers, for T tokens that choose k of E experts.
+
+    Attributes:
+        experts, weights: of each token after coarse pruning, int64 and float32 [L, T, k]; E stands for no expert.
+        gate_up, down: channels that are loaded, bool [L, E, C]; None where all are.
+        gate_up_compute, down_compute: channels that each pair computes on, bool [L, T * k, C], of which the first rows are used;
+            None where a pair computes on all that its expert loads.
+        read: loaded channels of gate/up and the groups that they lie in, and the same of down, int64 [L, 4].
+    """
+
+    experts: Tensor
+    weights: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
+    gate_up_compute: Tensor | None
+    down_compute: Tensor | None
+    read: Tensor
+
+    @classmethod
+    def empty(cls, rule: Pruning, choices: Sequence[int], experts: int, channels: tuple[int, int]) -> Decisions:
+        """To be filled in.
+
+        Args:
+            choices: L, T and k.
+            channels: of gate/up and of down.
+        """
+        layers, tokens, top_k = choices
+        selects, of_pairs = rule.keep_channels is not None, rule.keep_channels is not None and not rule.calibrated
+        loaded = [torch.empty(layers, experts, c, dtype=torch.bool) if selects else None for c in channels]
+        compute = [torch.empty(layers, tokens * top_k, c, dtype=torch.bool) if of_pairs else None for c in channels]
+        chosen, weights = torch.empty(*choices, dtype=torch.int64), torch.empty(*choices)
+        return cls(chosen, weights, loaded[0], loaded[1], compute[0], compute[1], torch.empty(layers, 4, dtype=torch.int64))
+
+
 def run_layer_stack(
     stack: Any, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int, mask: Tensor | None,
-    fused: Sequence[int], features: Tensor, experts: Tensor, weights: Tensor,
+    fused: Sequence[int], features: Tensor, experts: Tensor, weights: Tensor, rule: Pruning | None, decided: Decisions | None,
 ) -> tuple[Tensor, list[int]]:
     """Runs ``x`` [1, T, H] through all layers of a stack; arguments as in `run_attention_layer`, with caches [layers, ...].
 
     Args:
         fused: layers whose inputs are wanted; the number of layers stands for what comes out.
         features: filled in with those inputs side by side, [T, len(fused) * H].
-        experts, weights: filled in with what each layer chose, int64 and float32 [layers, T, k].
+        experts, weights: filled in with what each layer's router chose, int64 and float32 [layers, T, k].
+        rule: what a policy does; None for nothing.
+        decided: filled in with what it decided, from `Decisions.empty`.
 
     Returns:
         The states [1, T, H], and how many experts each layer loaded.
@@ -119,5 +179,15 @@ def run_layer_stack(
     wanted = address_of(features, torch.float32, tokens, len(fused) * hidden)
     chosen = address_of(experts, torch.int64, count, tokens, top_k), address_of(weights, torch.float32, count, tokens, top_k)
     out = torch.empty_like(x)
-    loaded = native._native.LayerStack.run(stack, *stage, *caches, *context, fused, wanted, out.data_ptr(), *chosen)
+    bound, into = None, [0]
+    if rule is not None and decided is not None:
+        arrays = (address_of(rule.depth, torch.int64, tokens), address_of(rule.token_weight, torch.float32, tokens))
+        bound = native._native.Pruning(
+            address_of(rule.keep, torch.bool, tokens), rule.keep_channels is not None, rule.keep_channels or 0.0,
+            rule.selection_ratio is not None, rule.selection_ratio or 0.0, *arrays,
+        )
+        into = [0 if part is None else part.data_ptr() for part in vars(decided).values()]
+    loaded = native._native.LayerStack.run(
+        stack, *stage, *caches, *context, fused, wanted, out.data_ptr(), *chosen, bound, into
+    )
     return out, loaded

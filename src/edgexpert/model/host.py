@@ -20,12 +20,13 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from edgexpert.errors import UserError
 from edgexpert.kernels.experts import down_inputs, run_experts
+from edgexpert.kernels.layers import Pruning
 from edgexpert.ledger import Ledger, Phase
 from edgexpert.model.attention import stage_mask, watch_received_attention
 from edgexpert.model.batch import route, select_channels
 from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes, find_blocks
 from edgexpert.model.cache import TreeCache, bytes_per_token
-from edgexpert.model.native_model import native_model
+from edgexpert.model.native_model import NativeModel, native_model
 from edgexpert.model.recorder import LayerRecord, Recorder
 from edgexpert.model.running import Pass, StageOutput
 from edgexpert.model.storage import ExpertStatistics, store_experts
@@ -141,22 +142,26 @@ class HostedModel:
     def run(self, stage: Stage, cache: TreeCache, fused_layers: Sequence[int] = ()) -> StageOutput:
         """One stage through the model; its keys and values are appended to ``cache``."""
         assert stage.prefix == cache.length, "the cache holds exactly the tokens before the stage"
-        running = Pass([stage])
-        natively = self.native is not None and self._leaves_to_the_router(running.stages)
-        run = self._run_natively if natively else self._run_library
-        logits, features = run(running, cache, fused_layers)
+        running, rule = Pass([stage]), None
+        acts = self.policy.acts_on(stage)
+        if self.native is not None and self.recorder is None and acts:
+            rule = self.policy.pruning(stage)
+        if self.native is not None and self.recorder is None and (rule is not None or not acts):
+            logits, features = self._run_natively(self.native, running, rule, cache, fused_layers)
+        else:
+            logits, features = self._run_library(running, cache, fused_layers)
         self.count(running, cache)
         return StageOutput(logits.float(), features if fused_layers else None, running)
 
-    def _run_natively(self, running: Pass, cache: TreeCache, fused_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """One stage whose experts are the router's own business, in one piece: its logits and features."""
+    def _run_natively(
+        self, native: NativeModel, running: Pass, rule: Pruning | None, cache: TreeCache, fused_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """One stage in one piece: its logits and features."""
         (stage,) = running.stages
-        mask, keep = stage_mask(stage, self.model, torch.device("cpu")), int(stage.kind == "prefill")
-        assert self.native is not None and not isinstance(mask, dict), "no model in one piece has layers of several kinds"
-        logits, features, choices = self.native.run(stage.tokens, stage.positions, mask, cache, fused_layers, keep)
-        running.choices = choices
-        loaded = zip(choices.loaded, self.blocks, strict=True)
-        running.expert_bytes = sum(count * block.shape.expert for count, block in loaded)
+        mask = stage_mask(stage, self.model, torch.device("cpu"))
+        assert not isinstance(mask, dict), "no model in one piece has layers of several kinds"
+        logits, features, running.choices = native.run(stage, mask, cache, fused_layers, rule)
+        running.expert_bytes = running.choices.bytes([block.shape for block in self.blocks])
         return logits, features
 
     def _run_library(self, running: Pass, cache: TreeCache, fused_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -257,10 +262,8 @@ class HostedModel:
     @property
     def decides_nothing(self) -> bool:
         """Whether the running stage is the router's own business, and nobody looks on: then layers may run in one piece."""
-        return self.running is not None and self._leaves_to_the_router(self.running.stages)
-
-    def _leaves_to_the_router(self, stages: Sequence[Stage]) -> bool:
-        return self.recorder is None and not any(self.policy.acts_on(stage) for stage in stages)
+        running = self.running
+        return running is not None and self.recorder is None and not any(self.policy.acts_on(stage) for stage in running.stages)
 
     def ran_exactly(self, block: MoeBlock, experts: Tensor, weights: Tensor) -> None:
         """Takes note of a layer that ran in one piece."""

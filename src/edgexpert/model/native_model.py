@@ -1,4 +1,4 @@
-"""A model that is native throughout: where a stage leaves the experts to the router, one call runs all decoder layers."""
+"""A model that is native throughout: one call runs all decoder layers, under a policy that only prunes, or under none."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from edgexpert.kernels import layers
+from edgexpert.kernels.layers import Decisions, Pruning
 from edgexpert.model.blocks import decoder_layers
 from edgexpert.model.cache import TreeCache
 from edgexpert.model.native_layer import NativeLayer
-from edgexpert.model.running import RouterChoices
+from edgexpert.model.running import StageChoices
+from edgexpert.stage import Stage
 
 
 class NativeModel:
@@ -28,13 +30,15 @@ class NativeModel:
         self.stack = layers.layer_stack([(member.native, member.experts) for member in members])
 
     def run(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: TreeCache, fused: Sequence[int], logits_to_keep: int
-    ) -> tuple[Tensor, Tensor, RouterChoices]:
-        """One stage, [T] tokens: logits [T, V] of the last ``logits_to_keep`` tokens (0 for all), features, choices.
+        self, stage: Stage, mask: Tensor | None, cache: TreeCache, fused: Sequence[int], rule: Pruning | None
+    ) -> tuple[Tensor, Tensor, StageChoices]:
+        """One stage: logits and features as in `StageOutput`, and what was chosen.
 
         Args:
             mask: who attends to whom, [1, 1, T, n]; None for a text.
+            rule: what the policy does; None where it leaves the stage to the router.
         """
+        tokens, positions = stage.tokens, stage.positions
         hidden = self.embed(tokens)
         keys, values = cache.together(self.members[0].kv_heads, self.members[0].dim)
         size = (len(self.members), len(tokens), self.block.top_k)
@@ -42,11 +46,13 @@ class NativeModel:
         features = torch.empty(len(tokens), len(fused) * hidden.shape[2])
         start = cache.append(len(tokens))
         cos, sin = self.rotary(hidden, position_ids=positions[None])
+        shape, count = self.block.shape, self.block.num_experts
+        decided = None if rule is None else Decisions.empty(rule, size, count, (shape.hidden, shape.intermediate))
         hidden, loaded = layers.run_layer_stack(
-            self.stack, hidden, cos, sin, keys, values, start, mask, fused, features, experts, weights
+            self.stack, hidden, cos, sin, keys, values, start, mask, fused, features, experts, weights, rule, decided
         )
-        choices = RouterChoices([m.index for m in self.members], experts, weights, self.block.num_experts, loaded)
-        return self.logits(hidden[0, -logits_to_keep:]), features, choices
+        choices = StageChoices([m.index for m in self.members], experts, weights, count, loaded, decided)
+        return self.logits(hidden[0] if stage.kind == "verify" else hidden[0, -1:]), features, choices
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [1, T, H]"""

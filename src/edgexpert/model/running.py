@@ -6,20 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
-from edgexpert.plan import LayerPlan, Routing, Scores
+from edgexpert.kernels.layers import Decisions
+from edgexpert.plan import ChannelSelection, ExpertShape, LayerPlan, Routing, Scores
 from edgexpert.stage import Stage
 
 
 @dataclass(frozen=True, eq=False)
-class RouterChoices:
-    """What the routers of all MoE layers chose for a stage that ran in one piece.
+class StageChoices:
+    """What all MoE layers chose for a stage that ran in one piece. Plans are made of it when somebody reads them.
 
     Attributes:
         layers: numbers of the layers.
-        experts, weights: of each token, int64 and float32 [layers, T, k].
+        experts, weights: what the router gave each token, int64 and float32 [layers, T, k].
         loaded: how many experts each layer loaded.
+        decided: what the policy made of it; None where it left the stage to the router.
     """
 
     layers: Sequence[int]
@@ -27,6 +30,41 @@ class RouterChoices:
     weights: Tensor
     num_experts: int
     loaded: list[int]
+    decided: Decisions | None = None
+
+    def bytes(self, shapes: Sequence[ExpertShape]) -> float:
+        """Expert weight bytes that were loaded; the sizes of each layer's experts are given."""
+        if self.decided is None:
+            return sum(count * shape.expert for count, shape in zip(self.loaded, shapes, strict=True))
+        return sum(shape.counted(*read) for read, shape in zip(self.decided.read.tolist(), shapes, strict=True))
+
+    @cached_property
+    def exact(self) -> list[Routing]:
+        """The router's own routing of each layer."""
+        pairs = zip(self.experts, self.weights, strict=True)
+        return [Routing(experts, weights, self.num_experts, complete=True) for experts, weights in pairs]
+
+    @cached_property
+    def plans(self) -> list[LayerPlan]:
+        """The plan of each layer."""
+        return [self._plan(i, layer) for i, layer in enumerate(self.layers)]
+
+    def _plan(self, i: int, layer: int) -> LayerPlan:
+        decided, routing = self.decided, self.exact[i]
+        if decided is None:
+            return LayerPlan(layer, routing)
+        if not torch.equal(decided.experts[i], routing.experts):
+            routing = Routing(decided.experts[i], decided.weights[i], self.num_experts)
+        return LayerPlan(
+            layer, routing, _selection(decided.gate_up, decided.gate_up_compute, i, routing),
+            _selection(decided.down, decided.down_compute, i, routing),
+        )
+
+
+def _selection(loaded: Tensor | None, compute: Tensor | None, i: int, routing: Routing) -> ChannelSelection | None:
+    if loaded is None:
+        return None
+    return ChannelSelection(loaded[i], None if compute is None else compute[i, : len(routing.pair_expert)])
 
 
 @dataclass(eq=False)
@@ -40,7 +78,7 @@ class Pass:
     """
 
     stages: list[Stage]
-    choices: RouterChoices | None = None
+    choices: StageChoices | None = None
     plans: dict[int, LayerPlan] = field(default_factory=dict)
     exact: dict[int, Routing] = field(default_factory=dict)
     scores: dict[int, Scores] = field(default_factory=dict)
@@ -63,22 +101,17 @@ class StageOutput:
     features: Tensor | None
     finished: Pass
 
-    @cached_property
+    @property
     def plans(self) -> list[LayerPlan]:
         """The decision of every MoE layer, by layer."""
         choices = self.finished.choices
-        if choices is None:
-            return list(self.finished.plans.values())
-        return [LayerPlan(layer, routing) for layer, routing in zip(choices.layers, self.exact, strict=True)]
+        return list(self.finished.plans.values()) if choices is None else choices.plans
 
-    @cached_property
+    @property
     def exact(self) -> list[Routing]:
         """The routing that the router alone gives, of every MoE layer."""
         choices = self.finished.choices
-        if choices is None:
-            return list(self.finished.exact.values())
-        pairs = zip(choices.experts, choices.weights, strict=True)
-        return [Routing(experts, weights, choices.num_experts, complete=True) for experts, weights in pairs]
+        return list(self.finished.exact.values()) if choices is None else choices.exact
 
     @property
     def experts_loaded(self) -> int:
