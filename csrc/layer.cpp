@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "dense.h"
-#include "select.h"
 
 namespace edgexpert {
 namespace {
@@ -69,15 +68,18 @@ void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t t
   for (std::int64_t i = 0; i < tokens * hidden; ++i) out[i] = x[i] + out[i] * layer.residual;
 }
 
-void expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* chosen, float* weights) {
-  const std::int64_t hidden = layer.gate_up.channels, count = layer.gate_up.count, k = layer.top_k, pairs = tokens * k;
-  thread_local std::vector<float> normed, logits, by_expert;
-  thread_local std::vector<std::int64_t> ranking, token, ids, offsets, tokens_by_expert, order;
-  normed.resize(tokens * hidden);
-  logits.resize(tokens * count);
-  rms_norm(x, layer.norm, normed.data(), tokens, hidden, layer.eps);
-  float_linear(normed.data(), layer.router, logits.data(), tokens, hidden, count);
+namespace {
 
+// Norm and router: the states that experts read, what each token chooses and by what weights. gates [tokens, top_k] are the weights
+// before normalisation.
+void route(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* normed, std::int64_t* chosen, float* gates,
+           float* weights) {
+  const std::int64_t hidden = layer.gate_up.channels, count = layer.gate_up.count, k = layer.top_k;
+  thread_local std::vector<float> logits;
+  thread_local std::vector<std::int64_t> ranking;
+  logits.resize(tokens * count);
+  rms_norm(x, layer.norm, normed, tokens, hidden, layer.eps);
+  float_linear(normed, layer.router, logits.data(), tokens, hidden, count);
   ranking.resize(count);
   for (std::int64_t t = 0; t < tokens; ++t) {
     const float* row = logits.data() + t * count;
@@ -90,25 +92,154 @@ void expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens,
     for (std::int64_t i = 0; i < k; ++i) {
       const float logit = row[ranking[i]];
       chosen[t * k + i] = ranking[i];
-      weights[t * k + i] = layer.sigmoid ? 1.0f / (1.0f + std::exp(-logit)) : std::exp(logit - top) / all;
-      sum += weights[t * k + i];
+      gates[t * k + i] = layer.sigmoid ? 1.0f / (1.0f + std::exp(-logit)) : std::exp(logit - top) / all;
+      sum += gates[t * k + i];
     }
-    for (std::int64_t i = 0; i < k; ++i) weights[t * k + i] *= layer.normalise ? layer.router_scale / sum : layer.router_scale;
+    for (std::int64_t i = 0; i < k; ++i)
+      weights[t * k + i] = gates[t * k + i] * (layer.normalise ? layer.router_scale / sum : layer.router_scale);
   }
+}
 
-  token.resize(pairs);
-  for (std::int64_t i = 0; i < pairs; ++i) token[i] = i / k;
-  ids.resize(count);
-  offsets.resize(count + 1);
-  tokens_by_expert.resize(pairs);
-  order.resize(pairs);
-  by_expert.resize(pairs);
-  const std::int64_t loaded =
-      group(chosen, token.data(), pairs, count, ids.data(), offsets.data(), tokens_by_expert.data(), order.data());
-  for (std::int64_t i = 0; i < pairs; ++i) by_expert[i] = weights[order[i]];
-  experts(layer.gate_up, layer.down, normed.data(), tokens, {loaded, ids.data(), offsets.data(), tokens_by_expert.data()}, {},
-          layer.gate_up_bias, layer.down_bias, layer.activation, layer.gated, by_expert.data(), out);
-  for (std::int64_t i = 0; i < tokens * hidden; ++i) out[i] = x[i] + out[i] * layer.residual;
+// A layer's pairs by expert; order[i] is the place of pair i of them in the order of tokens.
+struct Grouped {
+  std::vector<std::int64_t> ids, offsets, tokens, order;
+  std::vector<float> weights;
+  Pairs pairs;
+};
+
+const Grouped& group_pairs(const TokenPairs& pairs, std::int64_t experts) {
+  thread_local Grouped by_expert;
+  auto& [ids, offsets, tokens, order, weights, view] = by_expert;
+  ids.resize(experts);
+  offsets.resize(experts + 1);
+  for (auto* column : {&tokens, &order}) column->resize(pairs.count());
+  weights.resize(pairs.count());
+  const std::int64_t loaded = group(pairs.expert.data(), pairs.token.data(), pairs.count(), experts, ids.data(), offsets.data(),
+                                    tokens.data(), order.data());
+  for (std::int64_t i = 0; i < pairs.count(); ++i) weights[i] = pairs.weight[order[i]];
+  view = {loaded, ids.data(), offsets.data(), tokens.data()};
+  return by_expert;
+}
+
+void add_residual(const float* x, float residual, std::int64_t count, float* out) {
+  for (std::int64_t i = 0; i < count; ++i) out[i] = x[i] + out[i] * residual;
+}
+
+// Loaded channels, and groups that hold some of them.
+void count_read(const Weights& w, const Pairs& pairs, const bool* loaded, std::int64_t* read) {
+  const std::int64_t group = w.bits == 16 ? w.channels : w.group;
+  read[0] = read[1] = 0;
+  for (std::int64_t u = 0; u < pairs.loaded; ++u) {
+    const bool* own = loaded ? loaded + pairs.experts[u] * w.channels : nullptr;
+    for (std::int64_t g = 0; g < w.channels; g += group) {
+      const std::int64_t channels = own ? std::count(own + g, own + std::min(g + group, w.channels), true) : group;
+      read[0] += channels;
+      read[1] += channels > 0;
+    }
+  }
+}
+
+// The rows of `mask` [pairs, channels] in the order by expert; null for null.
+const bool* reordered(const bool* mask, const std::vector<std::int64_t>& order, std::int64_t channels) {
+  if (!mask) return nullptr;
+  thread_local std::vector<std::uint8_t> rows;
+  rows.resize(order.size() * channels);
+  for (std::size_t i = 0; i < order.size(); ++i)
+    std::copy_n(reinterpret_cast<const std::uint8_t*>(mask) + order[i] * channels, channels, rows.data() + i * channels);
+  return reinterpret_cast<const bool*>(rows.data());
+}
+
+}  // namespace
+
+std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* chosen,
+                          float* weights) {
+  const std::int64_t hidden = layer.gate_up.channels;
+  thread_local std::vector<float> normed, gates;
+  thread_local TokenPairs routed;
+  normed.resize(tokens * hidden);
+  gates.resize(tokens * layer.top_k);
+  route(layer, x, tokens, normed.data(), chosen, gates.data(), weights);
+  routed.read(chosen, weights, tokens, layer.top_k, layer.gate_up.count);
+  const Grouped& grouped = group_pairs(routed, layer.gate_up.count);
+  experts(layer.gate_up, layer.down, normed.data(), tokens, grouped.pairs, {}, layer.gate_up_bias, layer.down_bias,
+          layer.activation, layer.gated, grouped.weights.data(), out);
+  add_residual(x, layer.residual, tokens * hidden, out);
+  return grouped.pairs.loaded;
+}
+
+std::int64_t pruned_expert_layer(const ExpertLayer& layer, const Pruning& rule, const float* x, std::int64_t tokens, float* out,
+                                 std::int64_t* chosen, float* weights, const Decision& decision) {
+  const std::int64_t hidden = layer.gate_up.channels, width = layer.down.channels, count = layer.gate_up.count;
+  thread_local std::vector<float> normed, gates, inner;
+  thread_local std::vector<std::int64_t> place;  // of each pair, token by token, among the pairs by expert
+  thread_local TokenPairs routed;
+  normed.resize(tokens * hidden);
+  gates.resize(tokens * layer.top_k);
+  route(layer, x, tokens, normed.data(), chosen, gates.data(), weights);
+  std::copy_n(chosen, tokens * layer.top_k, decision.experts);
+  std::copy_n(weights, tokens * layer.top_k, decision.weights);
+  if (rule.keep)
+    prune_experts(rule.keep, gates.data(), layer.normalise, layer.router_scale, tokens, layer.top_k, count, decision.experts,
+                  decision.weights);
+  routed.read(decision.experts, decision.weights, tokens, layer.top_k, count);
+  const Grouped& grouped = group_pairs(routed, count);
+  const auto& [ids, offsets, tokens_by_expert, order, by_expert, pairs] = grouped;
+
+  if (rule.fine)
+    select_channels(rule, normed.data(), routed.token.data(), routed, hidden, count, decision.gate_up, decision.gate_up_compute);
+  inner.resize(routed.count() * width);
+  gate_up(layer.gate_up, normed.data(), tokens, pairs, {decision.gate_up, reordered(decision.gate_up_compute, order, hidden)},
+          layer.gate_up_bias, layer.activation, layer.gated, inner.data());
+  if (rule.fine) {
+    place.resize(routed.count());
+    for (std::int64_t i = 0; i < routed.count(); ++i) place[order[i]] = i;
+    select_channels(rule, inner.data(), place.data(), routed, width, count, decision.down, decision.down_compute);
+  }
+  down(layer.down, inner.data(), tokens, pairs, {decision.down, reordered(decision.down_compute, order, width)}, layer.down_bias,
+       by_expert.data(), out);
+  add_residual(x, layer.residual, tokens * hidden, out);
+  count_read(layer.gate_up, pairs, decision.gate_up, decision.read);
+  count_read(layer.down, pairs, decision.down, decision.read + 2);
+  return pairs.loaded;
+}
+
+std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, std::int64_t tokens, const float* cos,
+                                      const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length,
+                                      const bool* mask, const std::vector<std::int64_t>& fused, float* features, float* out,
+                                      std::int64_t* experts, float* weights, const Pruning* rule, const Decision& decision) {
+  const auto& [first, moe] = stack.layers.front();
+  const std::int64_t hidden = first.query.channels, cache = first.kv_heads * capacity * first.dim, count = moe.gate_up.count;
+  const std::int64_t choices = tokens * moe.top_k, wanted = static_cast<std::int64_t>(fused.size());
+  thread_local std::vector<float> between;
+  between.resize(tokens * hidden);
+  const auto keep = [&](std::int64_t layer) {
+    for (std::int64_t i = 0; i < wanted; ++i)
+      for (std::int64_t t = 0; fused[i] == layer && t < tokens; ++t)
+        std::copy_n(x + t * hidden, hidden, features + (t * wanted + i) * hidden);
+  };
+  const auto part = [](auto* array, std::int64_t begin) { return array ? array + begin : nullptr; };
+  std::vector<std::int64_t> loaded;
+  for (const auto& layer : stack.layers) {
+    const auto i = static_cast<std::int64_t>(loaded.size());
+    keep(i);
+    attention_layer(layer.attention, x, tokens, cos, sin, keys + i * cache, values + i * cache, capacity, length, mask,
+                    between.data());
+    std::int64_t* chosen = experts + i * choices;
+    float* own = weights + i * choices;
+    if (!rule) {
+      loaded.push_back(expert_layer(layer.experts, between.data(), tokens, out, chosen, own));
+    } else {
+      const std::int64_t width = layer.experts.down.channels;
+      const Decision here{decision.experts + i * choices, decision.weights + i * choices,
+                          part(decision.gate_up, i * count * hidden), part(decision.down, i * count * width),
+                          part(decision.gate_up_compute, i * choices * hidden), part(decision.down_compute, i * choices * width),
+                          decision.read + 4 * i};
+      loaded.push_back(pruned_expert_layer(layer.experts, *rule, between.data(), tokens, out, chosen, own, here));
+    }
+    x = out;
+  }
+  keep(static_cast<std::int64_t>(loaded.size()));
+  return loaded;
 }
 
 }  // namespace edgexpert

@@ -1,10 +1,12 @@
-// A decoder layer in one or two calls. Each step is the kernel of the same name; together they spare a layer some thirty crossings
-// between Python and here, which in a small model take longer than its weights.
+// Decoder layers in one call. Each step is the kernel of the same name; together they spare a layer some thirty crossings between
+// Python and here, which in a small model take longer than its weights.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels.h"
+#include "select.h"
 
 namespace edgexpert {
 
@@ -38,6 +40,38 @@ struct ExpertLayer {
 };
 
 // out [tokens, hidden] = x + residual * experts(norm(x)); what was chosen goes to experts and weights, [tokens, top_k], best first.
-void expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* experts, float* weights);
+// Returns how many experts were loaded.
+std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* experts,
+                          float* weights);
+
+// What a policy decides in one layer, or in all layers behind each other.
+struct Decision {
+  std::int64_t* experts;   // that each token keeps, [tokens, top_k]; the number of experts stands for none
+  float* weights;          // [tokens, top_k]
+  bool *gate_up, *down;    // loaded channels, [experts, channels]; null where all are
+  bool *gate_up_compute, *down_compute;  // channels that a pair computes on, token by token, [tokens * top_k, channels]; or null
+  std::int64_t* read;      // input channels of gate/up that are loaded, the groups that they lie in; the same of down
+};
+
+// The expert half under a policy; `experts` and `weights` are the router's own.
+std::int64_t pruned_expert_layer(const ExpertLayer& layer, const Pruning& rule, const float* x, std::int64_t tokens, float* out,
+                                 std::int64_t* experts, float* weights, const Decision& decision);
+
+// Decoder layers behind each other, of the same sizes.
+struct LayerStack {
+  struct Layer {
+    AttentionLayer attention;
+    ExpertLayer experts;
+  };
+  std::vector<Layer> layers;
+};
+
+// Arguments as above. keys and values are [layers, kv_heads, capacity, dim], experts and weights [layers, tokens, top_k]. The inputs
+// of some layers, or of what comes after the last one, are put side by side into features [tokens, fused.size() * hidden]. Without a
+// rule all experts are the router's. Returns how many experts each layer loaded.
+std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, std::int64_t tokens, const float* cos,
+                                      const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length,
+                                      const bool* mask, const std::vector<std::int64_t>& fused, float* features, float* out,
+                                      std::int64_t* experts, float* weights, const Pruning* rule, const Decision& decision);
 
 }  // namespace edgexpert

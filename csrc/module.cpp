@@ -2,9 +2,11 @@
 // edgexpert/kernels/native.py is the only caller and checks types, shapes and layout first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <atomic>
 #include <stdexcept>
+#include <vector>
 
 #include "draft.h"
 #include "isa.h"
@@ -97,7 +99,7 @@ NB_MODULE(_native, m) {
       .def(
           "run",
           [](const ExpertLayer& layer, Address x, std::int64_t tokens, Address out, Address experts, Address weights) {
-            expert_layer(layer, at<const float>(x), tokens, at<float>(out), at<std::int64_t>(experts), at<float>(weights));
+            return expert_layer(layer, at<const float>(x), tokens, at<float>(out), at<std::int64_t>(experts), at<float>(weights));
           },
           nb::call_guard<nb::gil_scoped_release>());
 
@@ -127,6 +129,34 @@ NB_MODULE(_native, m) {
         top_log_probs(at<const float>(logits), rows, n, k, at<std::int64_t>(ids), at<float>(log_probs));
       },
       nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Pruning>(m, "Pruning")
+      .def("__init__", [](Pruning* self, Address keep, bool fine, double keep_channels, bool coalesce,
+                          float selection_ratio, Address depth, Address token_weight) {
+        new (self) Pruning{at<const bool>(keep), fine, keep_channels, coalesce, selection_ratio,
+                           at<const std::int64_t>(depth), at<const float>(token_weight)};
+      });
+
+  nb::class_<LayerStack>(m, "LayerStack")
+      .def(nb::init<>())
+      .def("add", [](LayerStack& stack, const AttentionLayer& attention,
+                     const ExpertLayer& experts) { stack.layers.push_back({attention, experts}); })
+      .def(
+          "run",
+          [](const LayerStack& stack, Address x, std::int64_t tokens, Address cos, Address sin, Address keys, Address values,
+             std::int64_t capacity, std::int64_t length, Address mask, const std::vector<std::int64_t>& fused, Address features,
+             Address out, Address experts, Address weights, const Pruning* rule, const std::vector<Address>& decision) {
+            Decision decided{};
+            if (rule)
+              decided = {at<std::int64_t>(decision.at(0)), at<float>(decision.at(1)), at<bool>(decision.at(2)),
+                         at<bool>(decision.at(3)), at<bool>(decision.at(4)), at<bool>(decision.at(5)),
+                         at<std::int64_t>(decision.at(6))};
+            return layer_stack(stack, at<const float>(x), tokens, at<const float>(cos), at<const float>(sin), at<float>(keys),
+                               at<float>(values), capacity, length, at<const bool>(mask), fused, at<float>(features), at<float>(out),
+                               at<std::int64_t>(experts), at<float>(weights), rule, decided);
+          },
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::call_guard<nb::gil_scoped_release>());
 
   m.def("group", [](std::int64_t pairs, std::int64_t count, Address expert, Address token, Address experts, Address offsets,
                     Address tokens, Address order) {
@@ -195,7 +225,7 @@ NB_MODULE(_native, m) {
       "needed_channels",
       [](Address activations, Address weights, Address offsets, std::int64_t tokens, std::int64_t channels, double share,
          Address mask) {
-        needed_channels(at<const float>(activations), at<const float>(weights), at<const std::int64_t>(offsets), tokens, channels,
+        needed_channels(at<const float>(activations), nullptr, at<const float>(weights), at<const std::int64_t>(offsets), tokens, channels,
                         share, at<bool>(mask));
       },
       nb::call_guard<nb::gil_scoped_release>());
@@ -203,7 +233,7 @@ NB_MODULE(_native, m) {
       "salient_channels",
       [](Address scores, Address mask, Address pair_expert, Address pair_depth, std::int64_t pairs, std::int64_t channels,
          float selection_ratio, std::int64_t experts, Address loaded) {
-        salient_channels(at<const float>(scores), at<const bool>(mask),
+        salient_channels(at<const float>(scores), nullptr, nullptr, at<const bool>(mask),
                          at<const std::int64_t>(pair_expert), at<const std::int64_t>(pair_depth), pairs, channels,
                          selection_ratio, experts, at<bool>(loaded));
       },

@@ -21,44 +21,62 @@ float least_of_share(const float* values, std::int64_t n, double share, std::vec
   for (std::int64_t i = 0; i < n; ++i) sums[bin_of(values[i])] += values[i];
   double total = 0;
   for (int bin = kBins - 1; bin >= 0; --bin) total += sums[bin];
-  double target = share * total, held = 0;
+  const double target = share * total;
+  double held = 0;
   int bin = kBins - 1;
   while (bin > 0 && (sums[bin] == 0 || held + sums[bin] < target)) held += sums[bin--];
-  boundary.clear();
-  for (std::int64_t i = 0; i < n; ++i)
-    if (bin_of(values[i]) == bin) boundary.push_back(values[i]);
-  if (boundary.empty()) return 0;  // nothing but zeros
-  std::sort(boundary.begin(), boundary.end(), std::greater<>());
-  for (float value : boundary) {
-    held += value;
-    if (held >= target) return value;
+  boundary.resize(n + 1);
+  std::int64_t count = 0;
+  for (std::int64_t i = 0; i < n; ++i) {
+    boundary[count] = values[i];
+    count += bin_of(values[i]) == bin;
   }
-  return boundary.back();
+  if (count == 0) return 0;  // nothing but zeros
+  std::sort(boundary.begin(), boundary.begin() + count, std::greater<>());
+  for (std::int64_t i = 0; i < count; ++i) {
+    held += boundary[i];
+    if (held >= target) return boundary[i];
+  }
+  return boundary[count - 1];
+}
+
+float largest(const float* values, std::int64_t n) {
+  float lanes[8] = {};
+  std::int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    for (int lane = 0; lane < 8; ++lane) lanes[lane] = values[i + lane] > lanes[lane] ? values[i + lane] : lanes[lane];
+  for (; i < n; ++i) lanes[0] = values[i] > lanes[0] ? values[i] : lanes[0];
+  return *std::max_element(lanes, lanes + 8);
 }
 
 }  // namespace
 
-void needed_channels(const float* activations, const float* weights, const std::int64_t* offsets, std::int64_t tokens,
-                     std::int64_t channels, double share, bool* mask) {
+void needed_channels(const float* activations, const std::int64_t* rows, const float* weights, const std::int64_t* offsets,
+                     std::int64_t tokens, std::int64_t channels, double share, bool* mask) {
   parallel_for(tokens, [&](std::int64_t token, int) {
-    std::int64_t first = offsets[token], n = (offsets[token + 1] - first) * channels;
+    const std::int64_t first = offsets[token], last = offsets[token + 1], n = (last - first) * channels;
     if (n == 0) return;
-    std::vector<float> importance(n), boundary;
-    for (std::int64_t pair = first; pair < offsets[token + 1]; ++pair)
-      for (std::int64_t c = 0; c < channels; ++c)
-        importance[(pair - first) * channels + c] = std::fabs(activations[pair * channels + c]) * std::fabs(weights[pair]);
-    float least = least_of_share(importance.data(), n, share, boundary);
-    for (std::int64_t i = 0; i < n; ++i) mask[first * channels + i] = importance[i] >= least;
-    for (std::int64_t pair = first; pair < offsets[token + 1]; ++pair) {  // every pair keeps its own largest
-      auto row = importance.begin() + (pair - first) * channels;
-      mask[pair * channels + (std::max_element(row, row + channels) - row)] = true;
+    thread_local std::vector<float> importance, boundary;
+    importance.resize(n);
+    for (std::int64_t pair = first; pair < last; ++pair) {
+      const float* x = activations + (rows ? rows[pair] : pair) * channels;
+      const float weight = std::fabs(weights[pair]);
+      float* own = importance.data() + (pair - first) * channels;
+      for (std::int64_t c = 0; c < channels; ++c) own[c] = std::fabs(x[c]) * weight;
+    }
+    const float least = least_of_share(importance.data(), n, share, boundary);
+    for (std::int64_t pair = first; pair < last; ++pair) {
+      const float* own = importance.data() + (pair - first) * channels;
+      bool* needed = mask + pair * channels;
+      for (std::int64_t c = 0; c < channels; ++c) needed[c] = own[c] >= least;
+      if (largest(own, channels) < least) needed[std::max_element(own, own + channels) - own] = true;  // every pair keeps its own
     }
   });
 }
 
-void salient_channels(const float* scores, const bool* mask, const std::int64_t* pair_expert,
-                      const std::int64_t* pair_depth, std::int64_t pairs, std::int64_t channels, float selection_ratio,
-                      std::int64_t experts, bool* loaded) {
+void salient_channels(const float* activations, const std::int64_t* rows, const float* weights, const bool* mask,
+                      const std::int64_t* pair_expert, const std::int64_t* pair_depth, std::int64_t pairs, std::int64_t channels,
+                      float selection_ratio, std::int64_t experts, bool* loaded) {
   std::vector<std::int64_t> order(pairs);  // by expert, then depth
   for (std::int64_t i = 0; i < pairs; ++i) order[i] = i;
   auto group = [&](std::int64_t pair) { return std::pair(pair_expert[pair], pair_depth[pair]); };
@@ -66,22 +84,93 @@ void salient_channels(const float* scores, const bool* mask, const std::int64_t*
   parallel_for(experts, [&](std::int64_t expert, int) {
     auto by_expert = [&](std::int64_t pair, std::int64_t e) { return pair_expert[pair] < e; };
     auto it = std::lower_bound(order.begin(), order.end(), expert, by_expert);
-    std::vector<float> all(channels), salient(channels);
+    thread_local std::vector<float> all, salient;
     while (it != order.end() && pair_expert[*it] == expert) {
-      std::int64_t depth = pair_depth[*it];
-      std::fill(all.begin(), all.end(), 0.0f);
-      std::fill(salient.begin(), salient.end(), 0.0f);
+      const std::int64_t depth = pair_depth[*it];
+      all.assign(channels, 0.0f);
+      salient.assign(channels, 0.0f);
       for (; it != order.end() && pair_expert[*it] == expert && pair_depth[*it] == depth; ++it) {
-        const float* row = scores + *it * channels;
+        const float* row = activations + (rows ? rows[*it] : *it) * channels;
+        const float weight = weights ? weights[*it] : 1.0f;
         const bool* needed = mask + *it * channels;
+        float *sum = all.data(), *part = salient.data();
         for (std::int64_t c = 0; c < channels; ++c) {
-          all[c] += row[c];
-          salient[c] += needed[c] ? row[c] : 0.0f;
+          const float score = std::fabs(row[c]) * weight;
+          sum[c] += score;
+          part[c] += needed[c] ? score : 0.0f;
         }
       }
-      for (std::int64_t c = 0; c < channels; ++c) loaded[expert * channels + c] |= salient[c] > selection_ratio * all[c];
+      bool* own = loaded + expert * channels;
+      for (std::int64_t c = 0; c < channels; ++c) own[c] |= salient[c] > selection_ratio * all[c];
     }
   });
+}
+
+void TokenPairs::read(const std::int64_t* chosen, const float* weights, std::int64_t tokens, std::int64_t k, std::int64_t experts) {
+  expert.clear();
+  token.clear();
+  weight.clear();
+  offsets.assign(1, 0);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    for (std::int64_t i = t * k; i < (t + 1) * k; ++i) {
+      if (chosen[i] >= experts) continue;
+      expert.push_back(chosen[i]);
+      token.push_back(t);
+      weight.push_back(weights[i]);
+    }
+    offsets.push_back(count());
+  }
+}
+
+void prune_experts(const bool* keep, const float* gates, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
+                   std::int64_t experts, std::int64_t* chosen, float* weights) {
+  std::vector<char> wanted(experts, 0);
+  for (std::int64_t i = 0; i < tokens * k; ++i)
+    if (keep[i / k]) wanted[chosen[i]] = 1;
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    float sum = 0;
+    bool dropped = false;
+    for (std::int64_t i = t * k; i < (t + 1) * k; ++i) {
+      if (wanted[chosen[i]]) {
+        sum += gates[i];
+      } else {
+        chosen[i] = experts;
+        dropped = true;
+      }
+    }
+    for (std::int64_t i = t * k; dropped && i < (t + 1) * k; ++i) {
+      const float gate = chosen[i] == experts ? 0.0f : gates[i];
+      weights[i] = (normalise ? gate / std::max(sum, 1e-20f) : gate) * scale;
+    }
+  }
+}
+
+void select_channels(const Pruning& rule, const float* activations, const std::int64_t* rows, const TokenPairs& pairs,
+                     std::int64_t channels, std::int64_t experts, bool* loaded, bool* compute) {
+  thread_local std::vector<std::uint8_t> own;
+  thread_local std::vector<std::int64_t> depth;
+  thread_local std::vector<float> weight;
+  if (!compute) own.resize(pairs.count() * channels);
+  bool* mask = compute ? compute : reinterpret_cast<bool*>(own.data());
+  needed_channels(activations, rows, pairs.weight.data(), pairs.offsets.data(), static_cast<std::int64_t>(pairs.offsets.size()) - 1,
+                  channels, rule.keep_channels, mask);
+  std::fill_n(loaded, experts * channels, false);
+  if (!rule.coalesce) {
+    for (std::int64_t p = 0; p < pairs.count(); ++p)
+      for (std::int64_t c = 0; c < channels; ++c) loaded[pairs.expert[p] * channels + c] |= mask[p * channels + c];
+    return;
+  }
+  depth.resize(pairs.count());
+  weight.resize(pairs.count());
+  for (std::int64_t p = 0; p < pairs.count(); ++p) {
+    depth[p] = rule.depth[pairs.token[p]];
+    weight[p] = std::max(std::fabs(rule.token_weight ? rule.token_weight[pairs.token[p]] : pairs.weight[p]), 1e-20f);
+  }
+  salient_channels(activations, rows, weight.data(), mask, pairs.expert.data(), depth.data(), pairs.count(), channels,
+                   rule.selection_ratio, experts, loaded);
+  if (compute)
+    for (std::int64_t p = 0; p < pairs.count(); ++p)
+      for (std::int64_t c = 0; c < channels; ++c) compute[p * channels + c] &= loaded[pairs.expert[p] * channels + c];
 }
 
 std::int64_t group(const std::int64_t* expert, const std::int64_t* token, std::int64_t pairs, std::int64_t count,

@@ -18,7 +18,8 @@ from edgexpert.encoder.encoder import ImportanceEncoder
 from edgexpert.errors import UserError
 from edgexpert.generation import Generation, Score, Timing
 from edgexpert.ledger import Ledger, Phase
-from edgexpert.model.host import HostedModel, StageOutput
+from edgexpert.model.host import HostedModel
+from edgexpert.model.running import StageOutput
 from edgexpert.model.storage import measure_experts, sample_text
 from edgexpert.policy import Policy
 from edgexpert.speculation.draft import Draft, TreeShape
@@ -163,7 +164,7 @@ class Engine:
         fused = self.draft.fused_layers if self.draft is not None else ()
         output = self.host.run(stage, run.cache, fused)
         if stage.kind == "verify":
-            run.experts_loaded += sum(plan.routing.count for plan in output.plans)
+            run.experts_loaded += output.experts_loaded
         return output
 
     def _importance(self, ids: Sequence[int], ledger: Ledger) -> Tensor:

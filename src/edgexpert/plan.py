@@ -170,7 +170,7 @@ class ExpertShape:
     gate_up_outputs: int
     format: WeightFormat
 
-    @property
+    @cached_property
     def expert(self) -> float:
         """Bytes of a whole expert."""
         return self._whole(self.hidden, self.gate_up_outputs) + self._whole(self.intermediate, self.hidden)
@@ -182,6 +182,11 @@ class ExpertShape:
     def down(self, selection: ChannelSelection | None, experts: int) -> float:
         """The same of down."""
         return self._selected(selection, experts, self.intermediate, self.hidden)
+
+    def counted(self, gate_up_channels: int, gate_up_groups: int, down_channels: int, down_groups: int) -> float:
+        """Bytes of so many channels of each matrix that touch so many rows of scales."""
+        gate_up = self.format.read(self.gate_up_outputs, gate_up_channels, gate_up_groups)
+        return gate_up + self.format.read(self.hidden, down_channels, down_groups)
 
     def stored(self, storage: Storage, experts: Tensor) -> float:
         """Bytes of whole experts, int64 [n], that are stored otherwise."""

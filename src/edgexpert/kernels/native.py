@@ -10,7 +10,6 @@ PyTorch, 4- and 8-bit products are equal bit for bit; activation functions (and 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -184,74 +183,6 @@ def salient_channels(
     ]
     _native.salient_channels(*arrays, pairs, channels, selection_ratio, num_experts, loaded.data_ptr())
     return loaded
-
-
-def attention_layer(
-    matrices: Sequence[PackedMatrix],
-    biases: Sequence[Tensor | None],
-    norm: Tensor,
-    head_norms: Sequence[Tensor | None],
-    *,
-    per_head: bool,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    eps: float,
-    scale: float,
-    residual: float,
-    clip: float,
-) -> Any:
-    """The attention half of a decoder layer, see csrc/layer.h. Its tensors must outlive it.
-
-    Args:
-        matrices: of queries, keys, values and output; ``biases`` likewise.
-        head_norms: RMSNorm of queries and of keys, for each head or (not ``per_head``) over all heads together.
-    """
-    hidden, width, kv_width = matrices[0].channels, heads * dim, kv_heads * dim
-    shapes = [(hidden, width), (hidden, kv_width), (hidden, kv_width), (width, hidden)]
-    if [(matrix.channels, matrix.outputs) for matrix in matrices] != shapes or heads % kv_heads:
-        raise ValueError(f"expected matrices of {shapes}")
-    widths = [*(outputs for _, outputs in shapes), hidden, *((dim, dim) if per_head else (width, kv_width))]
-    vectors = zip((*biases, norm, *head_norms), widths, strict=True)
-    addresses = [address_of(vector, torch.float32, size) for vector, size in vectors]
-    bound = [_bind(matrix) for matrix in matrices]
-    return _native.AttentionLayer(*bound, *addresses, per_head, heads, kv_heads, dim, eps, scale, residual, clip)
-
-
-def run_attention_layer(
-    layer: Any, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int, mask: Tensor | None, out: Tensor
-) -> None:
-    """``out`` = ``x`` [1, T, H] + its attention; appends to the cache ``keys`` and ``values`` [1, kv heads, capacity, dim] behind
-    ``length`` tokens. ``cos`` and ``sin`` are [1, T, dim]; ``mask`` is [1, 1, T, length + T], or None for a text."""
-    tokens, hidden = x.shape[1:]
-    kv_heads, capacity, dim = keys.shape[1:]
-    if length + tokens > capacity:
-        raise ValueError(f"{length} + {tokens} tokens in a cache for {capacity}")
-    states, rotary, cache = (1, tokens, hidden), (1, tokens, dim), (1, kv_heads, capacity, dim)
-    arrays = [address_of(t, torch.float32, *shape) for t, shape in ((cos, rotary), (sin, rotary), (keys, cache), (values, cache))]
-    seen = address_of(mask, torch.bool, 1, 1, tokens, length + tokens)
-    into = address_of(out, torch.float32, *states)
-    _native.AttentionLayer.run(layer, address_of(x, torch.float32, *states), tokens, *arrays, capacity, length, seen, into)
-
-
-def expert_layer(
-    norm: Tensor, router: Tensor, gate_up: PackedExperts, down: PackedExperts, biases: Sequence[Tensor | None], *, top_k: int,
-    sigmoid: bool, normalise: bool, eps: float, router_scale: float, residual: float, activation: str, gated: bool,
-) -> Any:
-    """The expert half of a decoder layer, see csrc/layer.h. Its tensors must outlive it."""
-    matrices = (gate_up, down)
-    shapes = [(len(matrix.values), matrix.outputs) for matrix in matrices]
-    addresses = [address_of(bias, torch.float32, *shape) for bias, shape in zip(biases, shapes, strict=True)]
-    bound = (*(_bind(matrix) for matrix in matrices), *addresses)
-    rule = (top_k, sigmoid, normalise, eps, router_scale, residual)
-    hidden = gate_up.channels
-    floats = (address_of(norm, torch.float32, hidden), address_of(router, torch.float32, len(gate_up.values), hidden))
-    return _native.ExpertLayer(*floats, *rule, *bound, _ACTIVATIONS[activation], gated)
-
-
-def run_expert_layer(layer: Any, x: Tensor, out: Tensor, experts: Tensor, weights: Tensor) -> None:
-    """``out`` = ``x`` [1, T, H] + its experts; fills in the chosen ``experts`` int64 [T, k] and their ``weights`` [T, k]."""
-    _native.ExpertLayer.run(layer, x.data_ptr(), x.shape[1], out.data_ptr(), experts.data_ptr(), weights.data_ptr())
 
 
 def linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from edgexpert.model.host import HostedModel, Pass
+from edgexpert.model.host import HostedModel
+from edgexpert.model.running import Pass
 from edgexpert.policy import Hyperparameters, Policy
 from edgexpert.stage import Stage, TokenTree
 

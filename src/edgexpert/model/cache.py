@@ -41,13 +41,13 @@ class TreeLayer(CacheLayerMixin):
         self.length = start + tokens
         return start
 
-    def keep(self, prefix: int, path: Tensor) -> None:
-        """Keeps the first ``prefix`` entries and, behind them, those at ``prefix + path``."""
-        if self.is_initialized and not torch.equal(path, torch.arange(len(path))):
-            for states in (self.keys, self.values):
-                assert states is not None
-                states[:, :, prefix : prefix + len(path)] = states[:, :, prefix + path]  # advanced indexing copies first
-        self.length = prefix + len(path)
+    def move(self, keys: Tensor, values: Tensor) -> None:
+        """Goes on in other memory of its sizes."""
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            keys[:, :, : self.length] = self.keys[:, :, : self.length]
+            values[:, :, : self.length] = self.values[:, :, : self.length]
+        self.keys, self.values, self.is_initialized = keys, values, True
 
     def take(self, other: TreeLayer, length: int) -> None:
         """Begins with the first ``length`` entries of another layer."""
@@ -66,7 +66,14 @@ class TreeLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """One `TreeLayer` for each decoder layer."""
+    """One `TreeLayer` for each decoder layer.
+
+    Attributes:
+        keys, values: of all layers, [layers, 1, heads, capacity, dim], after `together`.
+    """
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
 
     def __init__(self, layers: int, capacity: int) -> None:
         self.tree_layers = [TreeLayer(capacity) for _ in range(layers)]
@@ -77,6 +84,21 @@ class TreeCache(Cache):
     def length(self) -> int:
         return self.tree_layers[0].length
 
+    def together(self, heads: int, dim: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all layers, which now have one piece of memory each; for layers of the same sizes, float32."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = torch.empty(2, len(self.tree_layers), 1, heads, self.capacity, dim)
+            for layer, keys, values in zip(self.tree_layers, self.keys, self.values, strict=True):
+                layer.move(keys, values)
+        return self.keys, self.values
+
+    def append(self, tokens: int) -> int:
+        """Makes room in all layers; as `TreeLayer.append`."""
+        start = self.length
+        for layer in self.tree_layers:
+            layer.append(tokens)
+        return start
+
     def take(self, other: TreeCache, length: int) -> None:
         """Begins with the first ``length`` tokens of another cache."""
         for layer, earlier in zip(self.tree_layers, other.tree_layers, strict=True):
@@ -84,15 +106,24 @@ class TreeCache(Cache):
 
     def keep(self, prefix: int, path: Sequence[int]) -> None:
         """After a verify stage: of the tokens behind ``prefix``, only the nodes of ``path`` stay, in its order."""
-        nodes = torch.tensor(path, dtype=torch.int64)
+        if list(path) != list(range(len(path))):
+            nodes = prefix + torch.tensor(path, dtype=torch.int64)
+            for states in self._states():
+                states[..., prefix : prefix + len(path), :] = states[..., nodes, :]  # advanced indexing copies first
         for layer in self.tree_layers:
-            layer.keep(prefix, nodes)
+            layer.length = prefix + len(path)
+
+    def _states(self) -> list[Tensor]:
+        """All keys and values, in as few tensors as there are."""
+        if self.keys is not None and self.values is not None:
+            return [self.keys, self.values]
+        return [states for layer in self.tree_layers for states in (layer.keys, layer.values) if states is not None]
 
 
 def bytes_per_token(cache: Cache) -> int:
     """Bytes of one token's keys and values in all layers; 0 before the first stage."""
     return sum(
-        states[:1, :, :1].numel() * states.element_size()
+        states.shape[1] * states.shape[3] * states.element_size()
         for layer in cache.layers
         for states in (layer.keys, layer.values)
         if states is not None

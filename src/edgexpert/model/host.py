@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,49 +20,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from edgexpert.errors import UserError
 from edgexpert.kernels.experts import down_inputs, run_experts
+from edgexpert.kernels.layers import Pruning
 from edgexpert.ledger import Ledger, Phase
 from edgexpert.model.attention import stage_mask, watch_received_attention
 from edgexpert.model.batch import route, select_channels
 from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes, find_blocks
 from edgexpert.model.cache import TreeCache, bytes_per_token
+from edgexpert.model.native_model import NativeModel, native_model
 from edgexpert.model.recorder import LayerRecord, Recorder
+from edgexpert.model.running import Pass, StageOutput
 from edgexpert.model.storage import ExpertStatistics, store_experts
-from edgexpert.plan import ChannelSelection, LayerPlan, Routing, Scores
+from edgexpert.plan import ChannelSelection, LayerPlan, Routing
 from edgexpert.policy import Hyperparameters, Policy
 from edgexpert.stage import Stage
 
 EXPERTS_IMPLEMENTATION = "edgexpert"
-
-
-@dataclass(eq=False)
-class StageOutput:
-    """What one stage gave.
-
-    Attributes:
-        logits: float [T, V]; of a prefill stage only the last token's, [1, V].
-        features: inputs of the fused layers, concatenated, [T, n * H]; None when none were asked for.
-        plans: the decision of every MoE layer, by layer.
-        exact: the routing that the router alone gives, of every MoE layer.
-    """
-
-    logits: Tensor
-    features: Tensor | None
-    plans: list[LayerPlan]
-    exact: list[Routing]
-
-
-@dataclass(eq=False)
-class Pass:
-    """What is going through the model right now: one stage, or one for each sequence of a batch, in their order."""
-
-    stages: list[Stage]
-    plans: dict[int, LayerPlan] = field(default_factory=dict)
-    exact: dict[int, Routing] = field(default_factory=dict)
-    scores: dict[int, Scores] = field(default_factory=dict)
-    routings: dict[int, Routing] = field(default_factory=dict)
-    fused: dict[int, Tensor] = field(default_factory=dict)
-    received: dict[int, Tensor] = field(default_factory=dict)
-    expert_bytes: float = 0.0
 
 
 class HostedModel:
@@ -94,6 +65,7 @@ class HostedModel:
         self.sizes = bytes_by_part(model, self.blocks)
         self._cache_argument = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
         self._library_experts = model.config._experts_implementation
+        self.native = native_model(model)
         self.running: Pass | None = None
         self._hooks: list[RemovableHandle] = []
         for block in self.blocks:
@@ -170,10 +142,34 @@ class HostedModel:
     def run(self, stage: Stage, cache: TreeCache, fused_layers: Sequence[int] = ()) -> StageOutput:
         """One stage through the model; its keys and values are appended to ``cache``."""
         assert stage.prefix == cache.length, "the cache holds exactly the tokens before the stage"
-        device = self.model.device
+        running, rule = Pass([stage]), None
+        acts = self.policy.acts_on(stage)
+        if self.native is not None and self.recorder is None and acts:
+            rule = self.policy.pruning(stage)
+        if self.native is not None and self.recorder is None and (rule is not None or not acts):
+            logits, features = self._run_natively(self.native, running, rule, cache, fused_layers)
+        else:
+            logits, features = self._run_library(running, cache, fused_layers)
+        self.count(running, cache)
+        return StageOutput(logits.float(), features if fused_layers else None, running)
+
+    def _run_natively(
+        self, native: NativeModel, running: Pass, rule: Pruning | None, cache: TreeCache, fused_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """One stage in one piece: its logits and features."""
+        (stage,) = running.stages
+        mask = stage_mask(stage, self.model, torch.device("cpu"))
+        assert not isinstance(mask, dict), "no model in one piece has layers of several kinds"
+        logits, features, running.choices = native.run(stage, mask, cache, fused_layers, rule)
+        running.expert_bytes = running.choices.bytes([block.shape for block in self.blocks])
+        return logits, features
+
+    def _run_library(self, running: Pass, cache: TreeCache, fused_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """One stage layer by layer, under the policy."""
+        (stage,), device = running.stages, self.model.device
         hooks = [self._fused_hook(layer) for layer in fused_layers]
         mask = stage_mask(stage, self.model, device)
-        self.running = running = Pass([stage])
+        self.running = running
         try:
             with watch_received_attention(self.model, running.received, stage, self.policy.token_weight == "attention"):
                 output = self.model(
@@ -188,13 +184,8 @@ class HostedModel:
             self.running = None
             for hook in hooks:
                 hook.remove()
-        self.count(running, cache)
-        return StageOutput(
-            logits=output.logits[0].float(),
-            features=torch.cat([running.fused[layer][0] for layer in fused_layers], dim=-1) if fused_layers else None,
-            plans=[running.plans[block.layer] for block in self.blocks],
-            exact=[running.exact[block.layer] for block in self.blocks],
-        )
+        fused = [running.fused[layer][0] for layer in fused_layers]
+        return output.logits[0], torch.cat(fused, dim=-1) if fused else torch.empty(0)
 
     def count(self, running: Pass, cache: Cache | None) -> None:
         """Enters a finished pass into the ledger."""
@@ -270,8 +261,9 @@ class HostedModel:
 
     @property
     def decides_nothing(self) -> bool:
-        """Whether the running stage is the router's own business, and nobody looks on: then a layer may run in one piece."""
-        return self.running is not None and self.policy.is_exact and self.recorder is None
+        """Whether the running stage is the router's own business, and nobody looks on: then layers may run in one piece."""
+        running = self.running
+        return running is not None and self.recorder is None and not any(self.policy.acts_on(stage) for stage in running.stages)
 
     def ran_exactly(self, block: MoeBlock, experts: Tensor, weights: Tensor) -> None:
         """Takes note of a layer that ran in one piece."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from edgexpert.kernels import native
+from edgexpert.kernels import layers, native
 from edgexpert.kernels.modules import ATTENTION, PackedLinear, RowNorm, attention_interface
 from edgexpert.model.blocks import MoeBlock, decoder_layers
 from edgexpert.model.cache import TreeCache, TreeLayer
@@ -35,7 +35,7 @@ class NativeLayer:
         dim = int(attention.head_dim)
         heads, kv_heads = (projections[i].matrix.outputs // dim for i in (0, 1))
         self._held = [projections, norms, layer.input_layernorm]  # what the native layer points into
-        self.native = native.attention_layer(
+        self.native = layers.attention_layer(
             [p.matrix for p in projections], [p.bias for p in projections], layer.input_layernorm.weight,
             [None if norm is None else norm.weight for norm in norms],
             per_head=norms[0] is not None and len(norms[0].weight) == dim, heads=heads, kv_heads=kv_heads, dim=dim,
@@ -52,7 +52,7 @@ class NativeLayer:
         if weights is None or form is None or form.bias is not None or form.groups is not None or has_shared_experts:
             return
         self.block, self.router = block, block.router.weight.as_subclass(Tensor)
-        self.experts = native.expert_layer(
+        self.experts = layers.expert_layer(
             self.norm.weight, self.router, weights.gate_up, weights.down, (weights.gate_up_bias, weights.down_bias),
             top_k=block.top_k, sigmoid=form.sigmoid, normalise=form.normalise, eps=self.norm.eps, router_scale=form.scale,
             residual=self.residual, activation=weights.activation, gated=weights.gated,
@@ -72,7 +72,7 @@ class NativeLayer:
         out, tokens = torch.empty_like(between), between.shape[1]
         experts = torch.empty(tokens, self.block.top_k, dtype=torch.int64)
         weights = torch.empty(tokens, self.block.top_k)
-        native.run_expert_layer(self.experts, between, out, experts, weights)
+        layers.run_expert_layer(self.experts, between, out, experts, weights)
         host.ran_exactly(self.block, experts, weights)
         return out
 
@@ -84,7 +84,7 @@ class NativeLayer:
             states.lazy_initialization(shape, shape)
         out = torch.empty_like(hidden)
         start = states.append(hidden.shape[1])
-        native.run_attention_layer(self.native, hidden, cos, sin, states.keys, states.values, start, mask, out)
+        layers.run_attention_layer(self.native, hidden, cos, sin, states.keys, states.values, start, mask, out)
         return out
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from edgexpert.errors import UserError
+from edgexpert.kernels.layers import Pruning
 from edgexpert.plan import ChannelSelection, Routing, Scores, Storage
 from edgexpert.policy.coalescing import salient_channels
 from edgexpert.policy.hyperparameters import Hyperparameters, choose_hyperparameters
@@ -60,6 +61,11 @@ class Policy:
         """Whether nothing is approximated."""
         return not (self.coarse_pruning or self.fine_pruning or self.prompt_wise_expert_reuse
                     or self.depth_aware_coalescing or self.computational_calibration or self.stores_otherwise)
+
+    def acts_on(self, stage: Stage) -> bool:
+        """Whether a stage runs otherwise than by its router alone."""
+        acts = self.prompt_wise_expert_reuse if stage.tree is None else self.coarse_pruning or self.fine_pruning
+        return acts or self.stores_otherwise
 
     @property
     def stores_otherwise(self) -> bool:
@@ -148,6 +154,20 @@ class Policy:
         loaded = salient_channels(score, mask, routing.pair_expert, pair_depth, routing.num_experts, h.selection_ratio)
         compute = None if self.computational_calibration else mask & loaded[routing.pair_expert]
         return ChannelSelection(loaded, compute)
+
+    def pruning(self, stage: Stage) -> Pruning | None:
+        """What `route` and `select_channels` do to a verify stage, for their compiled twin; None where that lacks a rule."""
+        if stage.tree is None or self.stores_otherwise or self.token_weight == "attention":
+            return None
+        h = self.hyperparameters
+        return Pruning(
+            keep=expected_candidates(stage.tree, h.keep_mass) if self.coarse_pruning else None,
+            keep_channels=h.keep_channels if self.fine_pruning else None,
+            selection_ratio=h.selection_ratio if self.depth_aware_coalescing else None,
+            calibrated=self.computational_calibration,
+            depth=stage.depth,
+            token_weight=stage.tree.path_log_prob.exp() if self.token_weight == "path" else None,
+        )
 
     def storages(self, use: ExpertUse) -> list[Storage] | None:
         """How the experts of each MoE layer are kept, after ``use`` was measured; None for as they are hosted."""

@@ -1,0 +1,89 @@
+"""A model that is native throughout: one call runs all decoder layers, under a policy that only prunes, or under none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from edgexpert.kernels import layers
+from edgexpert.kernels.layers import Decisions, Pruning
+from edgexpert.model.blocks import decoder_layers
+from edgexpert.model.cache import TreeCache
+from edgexpert.model.native_layer import NativeLayer
+from edgexpert.model.running import StageChoices
+from edgexpert.stage import Stage
+
+
+class NativeModel:
+    """Takes the place of a model's ``forward``."""
+
+    def __init__(self, model: PreTrainedModel, members: Sequence[NativeLayer]) -> None:
+        base = model.base_model
+        self.embedding, self.rotary, self.norm = model.get_input_embeddings(), base.rotary_emb, base.norm
+        self.head = model.get_output_embeddings()
+        self.embedding_factor = float(getattr(base, "embedding_multiplier", 1.0))
+        self.logits_divisor = float(getattr(model.config.get_text_config(), "logits_scaling", 1.0))
+        self.members, self.block = members, members[0].block
+        self.stack = layers.layer_stack([(member.native, member.experts) for member in members])
+
+    def run(
+        self, stage: Stage, mask: Tensor | None, cache: TreeCache, fused: Sequence[int], rule: Pruning | None
+    ) -> tuple[Tensor, Tensor, StageChoices]:
+        """One stage: logits and features as in `StageOutput`, and what was chosen.
+
+        Args:
+            mask: who attends to whom, [1, 1, T, n]; None for a text.
+            rule: what the policy does; None where it leaves the stage to the router.
+        """
+        tokens, positions = stage.tokens, stage.positions
+        hidden = self.embed(tokens)
+        keys, values = cache.together(self.members[0].kv_heads, self.members[0].dim)
+        size = (len(self.members), len(tokens), self.block.top_k)
+        experts, weights = torch.empty(size, dtype=torch.int64), torch.empty(size)
+        features = torch.empty(len(tokens), len(fused) * hidden.shape[2])
+        start = cache.append(len(tokens))
+        cos, sin = self.rotary(hidden, position_ids=positions[None])
+        shape, count = self.block.shape, self.block.num_experts
+        decided = None if rule is None else Decisions.empty(rule, size, count, (shape.hidden, shape.intermediate))
+        hidden, loaded = layers.run_layer_stack(
+            self.stack, hidden, cos, sin, keys, values, start, mask, fused, features, experts, weights, rule, decided
+        )
+        choices = StageChoices([m.index for m in self.members], experts, weights, count, loaded, decided)
+        return self.logits(hidden[0] if stage.kind == "verify" else hidden[0, -1:]), features, choices
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[T] -> [1, T, H]"""
+        hidden: Tensor = self.embedding(tokens[None])
+        return hidden if self.embedding_factor == 1.0 else hidden * self.embedding_factor
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[T, H] -> [T, V]"""
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits if self.logits_divisor == 1.0 else logits.div_(self.logits_divisor)
+
+
+def native_model(model: PreTrainedModel) -> NativeModel | None:
+    """The model in one piece, where all of its layers are native and what stands around them is of a known form."""
+    forwards = [layer.forward for layer in decoder_layers(model)]
+    members = [forward for forward in forwards if isinstance(forward, NativeLayer) and forward.experts is not None]
+    sizes = {(m.kv_heads, m.dim, m.block.num_experts, m.block.top_k) for m in members}
+    one_mask = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= {"full_attention"}
+    if len(members) < len(forwards) or len(sizes) != 1 or not one_mask:
+        return None
+    candidate = NativeModel(model, members)
+    return candidate if _same(model, candidate) else None
+
+
+@torch.no_grad()
+def _same(model: PreTrainedModel, candidate: NativeModel) -> bool:
+    """Whether both give the same on three tokens where there are no layers between embedding and logits."""
+    base, tokens = model.base_model, torch.arange(3)
+    kept, base.layers = base.layers, nn.ModuleList()
+    try:
+        expected = model(input_ids=tokens[None], use_cache=False).logits[0]
+    finally:
+        base.layers = kept
+    return torch.equal(candidate.logits(candidate.embed(tokens)[0]), expected)
