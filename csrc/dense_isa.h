@@ -16,6 +16,13 @@
 namespace edgexpert {
 namespace {
 
+// Vectors of eight sums that registers hold beside what is added to them.
+#if defined(__AVX__) || defined(__aarch64__)
+constexpr int kSums = 8;
+#else
+constexpr int kSums = 4;
+#endif
+
 inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
@@ -244,7 +251,7 @@ struct Attending {
       constexpr int Q = queries;
       const float* x[Q];
       for (int q = 0; q < Q; ++q) x[q] = query(i + q);
-      in_parts<8 / Q>(0, vectors, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
+      in_parts<kSums / Q>(0, vectors, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
         constexpr int N = width;
         Eight sums[Q][N] = {};
         add_products(x, a.dim, [&](std::int64_t d) { return transposed + 8 * (d * vectors + n); }, sums);
@@ -279,7 +286,7 @@ struct Attending {
         w[q] = row(i + q) + at(i + q);
         to[q] = out(i + q);
       }
-      in_parts<8 / Q>(0, a.value_dim / 8, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
+      in_parts<kSums / Q>(0, a.value_dim / 8, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
         constexpr int N = width;
         Eight sums[Q][N];
         for (int q = 0; q < Q; ++q)
