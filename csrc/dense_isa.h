@@ -171,6 +171,8 @@ inline void softmax(float* scores, std::int64_t count) {
 
 // Eight rows of n floats, as columns of `out`.
 inline void transpose(const float* const* rows, std::int64_t n, float* out, std::int64_t out_stride) {
+  std::int64_t i = 0;
+#ifdef __AVX__  // elsewhere gcc takes a shuffle of eight apart, float by float
   const auto four_columns = [out_stride](Eight a, Eight b, Eight c, Eight d, float* to) __attribute__((always_inline)) {
     const Eight ab = pick<0, 8, 1, 9, 4, 12, 5, 13>(a, b), cd = pick<0, 8, 1, 9, 4, 12, 5, 13>(c, d);
     const Eight AB = pick<2, 10, 3, 11, 6, 14, 7, 15>(a, b), CD = pick<2, 10, 3, 11, 6, 14, 7, 15>(c, d);
@@ -179,7 +181,6 @@ inline void transpose(const float* const* rows, std::int64_t n, float* out, std:
     store(to + 2 * out_stride, pick<0, 1, 8, 9, 4, 5, 12, 13>(AB, CD));
     store(to + 3 * out_stride, pick<2, 3, 10, 11, 6, 7, 14, 15>(AB, CD));
   };
-  std::int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
     Eight low[4], high[4];  // halves of rows k and k + 4
     for (int k = 0; k < 4; ++k) {
@@ -190,6 +191,7 @@ inline void transpose(const float* const* rows, std::int64_t n, float* out, std:
     four_columns(low[0], low[1], low[2], low[3], out + i * out_stride);
     four_columns(high[0], high[1], high[2], high[3], out + (i + 4) * out_stride);
   }
+#endif
   for (; i < n; ++i)
     for (int k = 0; k < 8; ++k) out[i * out_stride + k] = rows[k][i];
 }
