@@ -16,6 +16,13 @@
 namespace edgexpert {
 namespace {
 
+// Vectors of eight sums that registers hold beside what is added to them.
+#if defined(__AVX__) || defined(__aarch64__)
+constexpr int kSums = 8;
+#else
+constexpr int kSums = 4;
+#endif
+
 inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
@@ -174,6 +181,8 @@ inline void softmax(float* scores, std::int64_t count) {
 
 // Eight rows of n floats, as columns of `out`.
 inline void transpose(const float* const* rows, std::int64_t n, float* out, std::int64_t out_stride) {
+  std::int64_t i = 0;
+#ifdef __AVX__  // elsewhere gcc takes a shuffle of eight apart, float by float
   const auto four_columns = [out_stride](Eight a, Eight b, Eight c, Eight d, float* to) __attribute__((always_inline)) {
     const Eight ab = pick<0, 8, 1, 9, 4, 12, 5, 13>(a, b), cd = pick<0, 8, 1, 9, 4, 12, 5, 13>(c, d);
     const Eight AB = pick<2, 10, 3, 11, 6, 14, 7, 15>(a, b), CD = pick<2, 10, 3, 11, 6, 14, 7, 15>(c, d);
@@ -182,7 +191,6 @@ inline void transpose(const float* const* rows, std::int64_t n, float* out, std:
     store(to + 2 * out_stride, pick<0, 1, 8, 9, 4, 5, 12, 13>(AB, CD));
     store(to + 3 * out_stride, pick<2, 3, 10, 11, 6, 7, 14, 15>(AB, CD));
   };
-  std::int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
     Eight low[4], high[4];  // halves of rows k and k + 4
     for (int k = 0; k < 4; ++k) {
@@ -193,6 +201,7 @@ inline void transpose(const float* const* rows, std::int64_t n, float* out, std:
     four_columns(low[0], low[1], low[2], low[3], out + i * out_stride);
     four_columns(high[0], high[1], high[2], high[3], out + (i + 4) * out_stride);
   }
+#endif
   for (; i < n; ++i)
     for (int k = 0; k < 8; ++k) out[i * out_stride + k] = rows[k][i];
 }
@@ -254,7 +263,7 @@ struct Attending {
       constexpr int Q = queries;
       const float* x[Q];
       for (int q = 0; q < Q; ++q) x[q] = query(i + q);
-      in_parts<8 / Q>(0, vectors, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
+      in_parts<kSums / Q>(0, vectors, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
         constexpr int N = width;
         Eight sums[Q][N] = {};
         add_products(x, a.dim, [&](std::int64_t d) { return transposed + 8 * (d * vectors + n); }, sums);
@@ -289,7 +298,7 @@ struct Attending {
         w[q] = row(i + q) + at(i + q);
         to[q] = out(i + q);
       }
-      in_parts<8 / Q>(0, a.value_dim / 8, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
+      in_parts<kSums / Q>(0, a.value_dim / 8, [&](auto width, std::int64_t n) __attribute__((always_inline)) {
         constexpr int N = width;
         Eight sums[Q][N];
         for (int q = 0; q < Q; ++q)
