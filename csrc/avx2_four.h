@@ -132,13 +132,11 @@ class FourBits {
     spread(scales, unit_scales);
     const std::int8_t* x = activations + g * most_rows * most_channels;
     const std::int32_t* start = starts + g * most_rows;
-    std::int64_t i = 0;
-    for (; i + 2 <= rows; i += 2)
-      for (std::int64_t n = 0; n < vectors; n += 4)
-        multiply_two(weights + n, x + i * most_channels, quads, start + i, unit_scales + n, to + i * stride + 8 * n, stride);
-    if (i < rows)
-      for (std::int64_t n = 0; n < vectors; n += 8)
-        multiply_one(weights + n, x + i * most_channels, quads, start[i], unit_scales + n, to + i * stride + 8 * n);
+    for (std::int64_t i = 0; i < rows; i += 3)
+      for (std::int64_t n = 0; n < vectors; n += 4) {
+        const auto tile = rows - i == 1 ? multiply_tile<1> : rows - i == 2 ? multiply_tile<2> : multiply_tile<3>;
+        tile(weights + n, x + i * most_channels, quads, start + i, unit_scales + n, to + i * stride + 8 * n, stride);
+      }
   }
 
   static inline __attribute__((always_inline)) __m256i load(const std::uint8_t* p) {
@@ -156,6 +154,15 @@ class FourBits {
   static inline __attribute__((always_inline)) __m256i add(__m256i sum, __m256i w, __m256i xs) {
     __m256i product;
     asm volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(product) : "x"(w), "x"(xs));
+    return sum;
+  }
+
+  // The same with four activations from memory in every 32-bit lane: three rows of sums leave no register for them.
+  static inline __attribute__((always_inline)) __m256i add(__m256i sum, __m256i w, const std::int8_t* x) {
+    __m256i product;
+    asm volatile("vpbroadcastd %3, %1\n\tvpmaddubsw %1, %2, %1\n\tvpaddw %1, %0, %0"
+                 : "+x"(sum), "=&x"(product)
+                 : "x"(w), "m"(*reinterpret_cast<const std::int8_t(*)[4]>(x)));
     return sum;
   }
 
@@ -254,60 +261,31 @@ class FourBits {
     _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), product));
   }
 
-  // Eight vectors of outputs for one row of activations.
-  static __attribute__((noinline)) void multiply_one(const __m256i* w, const std::int8_t* x, std::int64_t quads, std::int32_t start,
-                                                     const __m256* scales, float* to) {
-    __m256i s0 = _mm256_set1_epi32(start), s1 = s0, s2 = s0, s3 = s0, s4 = s0, s5 = s0, s6 = s0, s7 = s0;
-    for (std::int64_t quad = 0; quad < quads; ++quad, w += vectors) {
-      const __m256i xs = four(x + 4 * quad);
-      s0 = add(s0, w[0], xs);
-      s1 = add(s1, w[1], xs);
-      s2 = add(s2, w[2], xs);
-      s3 = add(s3, w[3], xs);
-      s4 = add(s4, w[4], xs);
-      s5 = add(s5, w[5], xs);
-      s6 = add(s6, w[6], xs);
-      s7 = add(s7, w[7], xs);
+  // Four vectors of outputs for R rows of activations: each vector of weights is loaded once for all of them.
+  template <int R>
+  static __attribute__((noinline)) void multiply_tile(const __m256i* w, const std::int8_t* x, std::int64_t quads,
+                                                      const std::int32_t* starts, const __m256* scales, float* to,
+                                                      std::int64_t stride) {
+    __m256i sums[R][4];
+#pragma GCC unroll 3
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) sums[r][n] = _mm256_set1_epi32(starts[r]);
+#pragma GCC unroll 1
+    for (std::int64_t quad = 0; quad < quads; ++quad, w += vectors, x += 4) {
+      const __m256i first = four(x), second = four(x + (R > 1 ? most_channels : 0));
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) {
+        const __m256i weights = w[n];
+        sums[0][n] = add(sums[0][n], weights, first);
+        if constexpr (R > 1) sums[1][n] = add(sums[1][n], weights, second);
+        if constexpr (R > 2) sums[2][n] = add(sums[2][n], weights, x + 2 * most_channels);
+      }
     }
-    scale(s0, scales[0], to);
-    scale(s1, scales[1], to + 8);
-    scale(s2, scales[2], to + 16);
-    scale(s3, scales[3], to + 24);
-    scale(s4, scales[4], to + 32);
-    scale(s5, scales[5], to + 40);
-    scale(s6, scales[6], to + 48);
-    scale(s7, scales[7], to + 56);
-  }
-
-  // Four vectors of outputs for two rows of activations: each vector of weights is loaded once for both.
-  static __attribute__((noinline)) void multiply_two(const __m256i* w, const std::int8_t* x, std::int64_t quads,
-                                                     const std::int32_t* starts, const __m256* scales, float* to,
-                                                     std::int64_t stride) {
-    __m256i a0 = _mm256_set1_epi32(starts[0]), a1 = a0, a2 = a0, a3 = a0;
-    __m256i b0 = _mm256_set1_epi32(starts[1]), b1 = b0, b2 = b0, b3 = b0;
-    for (std::int64_t quad = 0; quad < quads; ++quad, w += vectors) {
-      const __m256i as = four(x + 4 * quad), bs = four(x + most_channels + 4 * quad);
-      __m256i weights = w[0];
-      a0 = add(a0, weights, as);
-      b0 = add(b0, weights, bs);
-      weights = w[1];
-      a1 = add(a1, weights, as);
-      b1 = add(b1, weights, bs);
-      weights = w[2];
-      a2 = add(a2, weights, as);
-      b2 = add(b2, weights, bs);
-      weights = w[3];
-      a3 = add(a3, weights, as);
-      b3 = add(b3, weights, bs);
-    }
-    scale(a0, scales[0], to);
-    scale(a1, scales[1], to + 8);
-    scale(a2, scales[2], to + 16);
-    scale(a3, scales[3], to + 24);
-    scale(b0, scales[0], to + stride);
-    scale(b1, scales[1], to + stride + 8);
-    scale(b2, scales[2], to + stride + 16);
-    scale(b3, scales[3], to + stride + 24);
+#pragma GCC unroll 3
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) scale(sums[r][n], scales[n], to + r * stride + 8 * n);
   }
 
   // to += (sums - zero) * scales. The sums are of even and odd outputs of two runs of 16, the second 32 further on.
