@@ -200,7 +200,6 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     bench = build_llama_bench(work)
     native.set_threads(threads)
-    torch.set_num_threads(threads)
     rows = []
     for shape in shapes.split(","):
         packed, gguf = models_of(shape, work)

@@ -34,6 +34,8 @@ def load(
 ) -> Engine:
     """An engine that answers prompts.
 
+    On a packed checkpoint the native kernels compute, and PyTorch is set to one thread, since its threads would disturb theirs.
+
     Args:
         model: a bundled name, a folder or a Hub name of an MoE causal language model.
         draft: ``auto``, ``none``, ``ngram``, or the folder or Hub name of an EAGLE-3 draft or of a smaller causal model.
