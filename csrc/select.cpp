@@ -122,30 +122,61 @@ void TokenPairs::read(const std::int64_t* chosen, const float* weights, std::int
   }
 }
 
-void prune_experts(const bool* keep, const float* gates, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
-                   std::int64_t experts, std::int64_t* chosen, float* weights) {
-  std::vector<char> wanted(experts, 0);
-  for (std::int64_t i = 0; i < tokens * k; ++i)
-    if (keep[i / k]) wanted[chosen[i]] = 1;
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    float sum = 0;
-    bool dropped = false;
-    for (std::int64_t i = t * k; i < (t + 1) * k; ++i) {
-      if (wanted[chosen[i]]) {
-        sum += gates[i];
-      } else {
-        chosen[i] = experts;
-        dropped = true;
+namespace {
+
+// What a token takes of its best experts: the best one, then those that are shared, then the rest.
+void take_experts(const std::int64_t* best, std::int64_t candidates, std::int64_t taken, const std::vector<char>& shared,
+                  std::int64_t* slots) {
+  std::int64_t n = 0;
+  slots[n++] = 0;
+  for (const bool wanted : {true, false})
+    for (std::int64_t i = 1; i < candidates && n < taken; ++i)
+      if (static_cast<bool>(shared[best[i]]) == wanted) slots[n++] = i;
+}
+
+}  // namespace
+
+void choose_experts(const StageRule& rule, const Ranking& ranking, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
+                    std::int64_t experts, std::int64_t* chosen, float* weights) {
+  std::vector<std::int64_t> slots(tokens * k);  // ranks of what each token takes, -1 for nothing
+  std::vector<char> changed(tokens, 0), wanted(experts, 0);
+  for (std::int64_t i = 0; i < tokens * k; ++i) slots[i] = i % k;
+  const auto expert_of = [&](std::int64_t i) { return ranking.experts[i / k * ranking.ranks + slots[i]]; };
+  if (rule.tiers) {
+    for (std::int64_t i = 0; i < tokens * k; ++i)
+      if (rule.tiers[i / k] == 0) wanted[expert_of(i)] = 1;
+    for (std::int64_t tier = 1; tier <= 2; ++tier) {
+      std::vector<char> extended = wanted;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        if (rule.tiers[t] != tier) continue;
+        const std::int64_t taken = rule.taken[tier - 1];
+        std::fill_n(slots.begin() + t * k, k, -1);
+        take_experts(ranking.experts.data() + t * ranking.ranks, rule.candidates[tier - 1], taken, wanted, slots.data() + t * k);
+        for (std::int64_t i = t * k; i < t * k + taken; ++i) extended[expert_of(i)] = 1;
+        changed[t] = 1;
       }
+      wanted = extended;
     }
-    for (std::int64_t i = t * k; dropped && i < (t + 1) * k; ++i) {
-      const float gate = chosen[i] == experts ? 0.0f : gates[i];
-      weights[i] = (normalise ? gate / std::max(sum, 1e-20f) : gate) * scale;
+  }
+  if (rule.keep) {
+    for (std::int64_t i = 0; i < tokens * k; ++i)
+      if (rule.keep[i / k]) wanted[expert_of(i)] = 1;
+    for (std::int64_t i = 0; i < tokens * k; ++i)
+      if (!wanted[expert_of(i)]) slots[i] = -1, changed[i / k] = 1;
+  }
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    if (!changed[t]) continue;
+    const auto gate_of = [&](std::int64_t i) { return slots[i] < 0 ? 0.0f : ranking.gates[t * ranking.ranks + slots[i]]; };
+    float sum = 0;
+    for (std::int64_t i = t * k; i < (t + 1) * k; ++i) sum += gate_of(i);
+    for (std::int64_t i = t * k; i < (t + 1) * k; ++i) {
+      chosen[i] = slots[i] < 0 ? experts : expert_of(i);
+      weights[i] = (normalise ? gate_of(i) / std::max(sum, 1e-20f) : gate_of(i)) * scale;
     }
   }
 }
 
-void select_channels(const Pruning& rule, const float* activations, const std::int64_t* rows, const TokenPairs& pairs,
+void select_channels(const StageRule& rule, const float* activations, const std::int64_t* rows, const TokenPairs& pairs,
                      std::int64_t channels, std::int64_t experts, bool* loaded, bool* compute) {
   thread_local std::vector<std::uint8_t> own;
   thread_local std::vector<std::int64_t> depth;

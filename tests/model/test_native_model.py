@@ -140,7 +140,7 @@ def test_what_is_decided_in_one_call_is_what_the_policy_decides(family: str, pol
     host = HostedModel(load(family), POLICIES[policy])
     assert host.native is not None
     stage, cache, again = Stage.verify(TREE, PROMPT), host.new_cache(40), host.new_cache(40)
-    for states in (cache, again):
+    for states in (cache, again):  # all of the prompt's tokens are major
         host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), states)
     before = host.ledger.decode["experts"]
     output = host.run(stage, cache, range(LAYERS))
@@ -176,6 +176,27 @@ def same(ours: ChannelSelection | None, theirs: ChannelSelection | None) -> None
     assert torch.equal(ours.loaded, theirs.loaded)
     assert (ours.compute is None) == (theirs.compute is None)
     assert ours.compute is None or theirs.compute is None or torch.equal(ours.compute, theirs.compute)
+
+
+def test_experts_that_prompt_tokens_share_are_those_of_the_policy(load: Load) -> None:
+    host = HostedModel(load("olmoe"), replace(PRESETS["reuse"], k_min=3, n_min=2, k_tri=4, n_tri=1, theta1=0.8, theta2=0.4))
+    assert host.native is not None
+    order = torch.randperm(PROMPT, generator=torch.Generator().manual_seed(0))
+    stage = Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.linspace(0, 1.4, PROMPT)[order])
+    output = host.run(stage, host.new_cache(40), range(LAYERS))
+    cache = host.new_cache(40)
+    assert output.features is not None
+    rotary = host.native.rotary(output.features[None], position_ids=stage.positions[None])
+    layers = zip(host.native.members, host.blocks, output.plans, output.exact, output.features.chunk(LAYERS, 1), strict=True)
+    for member, block, plan, exact, x in layers:
+        normed = member.norm(member.attend(x[None].contiguous(), None, cache, *rotary)[0])
+        assert block.form is not None
+        routing = host.policy.route(exact, block.form.scores(dense.linear(normed, member.router)), stage)
+        assert torch.equal(plan.routing.experts, routing.experts) and not torch.equal(routing.experts, exact.experts)
+        torch.testing.assert_close(plan.routing.weights, routing.weights)
+    assert host.ledger.prefill["experts"] == sum(
+        plan.bytes(block.shape) for plan, block in zip(output.plans, host.blocks, strict=True)
+    )
 
 
 @pytest.mark.parametrize("policy", ["pruned", "edgexpert"])
