@@ -1,5 +1,5 @@
 // The Python module edgexpert.kernels._native. Tensors arrive as addresses, which costs far less per call than array objects;
-// edgexpert/kernels/native.py is the only caller and checks types, shapes and layout first.
+// edgexpert/kernels/ is the only caller and checks types, shapes and layout first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
