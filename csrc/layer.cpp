@@ -70,33 +70,37 @@ void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t t
 
 namespace {
 
-// Norm and router: the states that experts read, what each token chooses and by what weights. gates [tokens, top_k] are the weights
-// before normalisation.
-void route(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* normed, std::int64_t* chosen, float* gates,
+// Norm and router: the states that experts read, the best experts of each token, and what it takes of them by what weights.
+void route(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* normed, Ranking& ranking, std::int64_t* chosen,
            float* weights) {
-  const std::int64_t hidden = layer.gate_up.channels, count = layer.gate_up.count, k = layer.top_k;
+  const std::int64_t hidden = layer.gate_up.channels, count = layer.gate_up.count, k = layer.top_k, ranks = ranking.ranks;
   thread_local std::vector<float> logits;
-  thread_local std::vector<std::int64_t> ranking;
+  thread_local std::vector<std::int64_t> order;
   logits.resize(tokens * count);
   rms_norm(x, layer.norm, normed, tokens, hidden, layer.eps);
   float_linear(normed, layer.router, logits.data(), tokens, hidden, count);
-  ranking.resize(count);
+  order.resize(count);
+  ranking.experts.resize(tokens * ranks);
+  ranking.gates.resize(tokens * ranks);
   for (std::int64_t t = 0; t < tokens; ++t) {
     const float* row = logits.data() + t * count;
-    std::iota(ranking.begin(), ranking.end(), 0);
-    std::partial_sort(ranking.begin(), ranking.begin() + k, ranking.end(),
+    float* gates = ranking.gates.data() + t * ranks;
+    std::iota(order.begin(), order.end(), 0);
+    std::partial_sort(order.begin(), order.begin() + ranks, order.end(),
                       [&](std::int64_t a, std::int64_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); });
-    const float top = row[ranking[0]];
+    std::copy_n(order.begin(), ranks, ranking.experts.begin() + t * ranks);
+    const float top = row[order[0]];
     float all = 0, sum = 0;
     for (std::int64_t e = 0; e < count; ++e) all += std::exp(row[e] - top);
-    for (std::int64_t i = 0; i < k; ++i) {
-      const float logit = row[ranking[i]];
-      chosen[t * k + i] = ranking[i];
-      gates[t * k + i] = layer.sigmoid ? 1.0f / (1.0f + std::exp(-logit)) : std::exp(logit - top) / all;
-      sum += gates[t * k + i];
+    for (std::int64_t i = 0; i < ranks; ++i) {
+      const float logit = row[order[i]];
+      gates[i] = layer.sigmoid ? 1.0f / (1.0f + std::exp(-logit)) : std::exp(logit - top) / all;
     }
-    for (std::int64_t i = 0; i < k; ++i)
-      weights[t * k + i] = gates[t * k + i] * (layer.normalise ? layer.router_scale / sum : layer.router_scale);
+    for (std::int64_t i = 0; i < k; ++i) sum += gates[i];
+    for (std::int64_t i = 0; i < k; ++i) {
+      chosen[t * k + i] = order[i];
+      weights[t * k + i] = gates[i] * (layer.normalise ? layer.router_scale / sum : layer.router_scale);
+    }
   }
 }
 
@@ -154,11 +158,12 @@ const bool* reordered(const bool* mask, const std::vector<std::int64_t>& order, 
 std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* chosen,
                           float* weights) {
   const std::int64_t hidden = layer.gate_up.channels;
-  thread_local std::vector<float> normed, gates;
+  thread_local std::vector<float> normed;
+  thread_local Ranking ranking;
   thread_local TokenPairs routed;
   normed.resize(tokens * hidden);
-  gates.resize(tokens * layer.top_k);
-  route(layer, x, tokens, normed.data(), chosen, gates.data(), weights);
+  ranking.ranks = layer.top_k;
+  route(layer, x, tokens, normed.data(), ranking, chosen, weights);
   routed.read(chosen, weights, tokens, layer.top_k, layer.gate_up.count);
   const Grouped& grouped = group_pairs(routed, layer.gate_up.count);
   experts(layer.gate_up, layer.down, normed.data(), tokens, grouped.pairs, {}, layer.gate_up_bias, layer.down_bias,
@@ -167,20 +172,19 @@ std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t
   return grouped.pairs.loaded;
 }
 
-std::int64_t pruned_expert_layer(const ExpertLayer& layer, const Pruning& rule, const float* x, std::int64_t tokens, float* out,
+std::int64_t ruled_expert_layer(const ExpertLayer& layer, const StageRule& rule, const float* x, std::int64_t tokens, float* out,
                                  std::int64_t* chosen, float* weights, const Decision& decision) {
   const std::int64_t hidden = layer.gate_up.channels, width = layer.down.channels, count = layer.gate_up.count;
-  thread_local std::vector<float> normed, gates, inner;
+  thread_local std::vector<float> normed, inner;
+  thread_local Ranking ranking;
   thread_local std::vector<std::int64_t> place;  // of each pair, token by token, among the pairs by expert
   thread_local TokenPairs routed;
   normed.resize(tokens * hidden);
-  gates.resize(tokens * layer.top_k);
-  route(layer, x, tokens, normed.data(), chosen, gates.data(), weights);
+  ranking.ranks = rule.tiers ? std::max(layer.top_k, rule.candidates[1]) : layer.top_k;  // the trivial have most candidates
+  route(layer, x, tokens, normed.data(), ranking, chosen, weights);
   std::copy_n(chosen, tokens * layer.top_k, decision.experts);
   std::copy_n(weights, tokens * layer.top_k, decision.weights);
-  if (rule.keep)
-    prune_experts(rule.keep, gates.data(), layer.normalise, layer.router_scale, tokens, layer.top_k, count, decision.experts,
-                  decision.weights);
+  choose_experts(rule, ranking, layer.normalise, layer.router_scale, tokens, layer.top_k, count, decision.experts, decision.weights);
   routed.read(decision.experts, decision.weights, tokens, layer.top_k, count);
   const Grouped& grouped = group_pairs(routed, count);
   const auto& [ids, offsets, tokens_by_expert, order, by_expert, pairs] = grouped;
@@ -206,7 +210,7 @@ std::int64_t pruned_expert_layer(const ExpertLayer& layer, const Pruning& rule, 
 std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, std::int64_t tokens, const float* cos,
                                       const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length,
                                       const bool* mask, const std::vector<std::int64_t>& fused, float* features, float* out,
-                                      std::int64_t* experts, float* weights, const Pruning* rule, const Decision& decision) {
+                                      std::int64_t* experts, float* weights, const StageRule* rule, const Decision& decision) {
   const auto& [first, moe] = stack.layers.front();
   const std::int64_t hidden = first.query.channels, cache = first.kv_heads * capacity * first.dim, count = moe.gate_up.count;
   const std::int64_t choices = tokens * moe.top_k, wanted = static_cast<std::int64_t>(fused.size());
@@ -234,7 +238,7 @@ std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, s
                           part(decision.gate_up, i * count * hidden), part(decision.down, i * count * width),
                           part(decision.gate_up_compute, i * choices * hidden), part(decision.down_compute, i * choices * width),
                           decision.read + 4 * i};
-      loaded.push_back(pruned_expert_layer(layer.experts, *rule, between.data(), tokens, out, chosen, own, here));
+      loaded.push_back(ruled_expert_layer(layer.experts, *rule, between.data(), tokens, out, chosen, own, here));
     }
     x = out;
   }

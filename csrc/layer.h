@@ -46,7 +46,7 @@ std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t
 
 // What a policy decides in one layer, or in all layers behind each other.
 struct Decision {
-  std::int64_t* experts;   // that each token keeps, [tokens, top_k]; the number of experts stands for none
+  std::int64_t* experts;   // of each token, [tokens, top_k]; the number of experts stands for none
   float* weights;          // [tokens, top_k]
   bool *gate_up, *down;    // loaded channels, [experts, channels]; null where all are
   bool *gate_up_compute, *down_compute;  // channels that a pair computes on, token by token, [tokens * top_k, channels]; or null
@@ -54,7 +54,7 @@ struct Decision {
 };
 
 // The expert half under a policy; `experts` and `weights` are the router's own.
-std::int64_t pruned_expert_layer(const ExpertLayer& layer, const Pruning& rule, const float* x, std::int64_t tokens, float* out,
+std::int64_t ruled_expert_layer(const ExpertLayer& layer, const StageRule& rule, const float* x, std::int64_t tokens, float* out,
                                  std::int64_t* experts, float* weights, const Decision& decision);
 
 // Decoder layers behind each other, of the same sizes.
@@ -72,6 +72,6 @@ struct LayerStack {
 std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, std::int64_t tokens, const float* cos,
                                       const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length,
                                       const bool* mask, const std::vector<std::int64_t>& fused, float* features, float* out,
-                                      std::int64_t* experts, float* weights, const Pruning* rule, const Decision& decision);
+                                      std::int64_t* experts, float* weights, const StageRule* rule, const Decision& decision);
 
 }  // namespace edgexpert

@@ -1,5 +1,5 @@
 // The Python module edgexpert.kernels._native. Tensors arrive as addresses, which costs far less per call than array objects;
-// edgexpert/kernels/native.py is the only caller and checks types, shapes and layout first.
+// edgexpert/kernels/ is the only caller and checks types, shapes and layout first.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -130,11 +130,13 @@ NB_MODULE(_native, m) {
       },
       nb::call_guard<nb::gil_scoped_release>());
 
-  nb::class_<Pruning>(m, "Pruning")
-      .def("__init__", [](Pruning* self, Address keep, bool fine, double keep_channels, bool coalesce,
-                          float selection_ratio, Address depth, Address token_weight) {
-        new (self) Pruning{at<const bool>(keep), fine, keep_channels, coalesce, selection_ratio,
-                           at<const std::int64_t>(depth), at<const float>(token_weight)};
+  nb::class_<StageRule>(m, "StageRule")
+      .def("__init__", [](StageRule* self, Address tiers, std::int64_t minor_candidates, std::int64_t minor_taken,
+                          std::int64_t trivial_candidates, std::int64_t trivial_taken, Address keep, bool fine, double keep_channels,
+                          bool coalesce, float selection_ratio, Address depth, Address token_weight) {
+        new (self) StageRule{at<const std::int64_t>(tiers), {minor_candidates, trivial_candidates}, {minor_taken, trivial_taken},
+                             at<const bool>(keep), fine, keep_channels, coalesce, selection_ratio, at<const std::int64_t>(depth),
+                             at<const float>(token_weight)};
       });
 
   nb::class_<LayerStack>(m, "LayerStack")
@@ -145,7 +147,7 @@ NB_MODULE(_native, m) {
           "run",
           [](const LayerStack& stack, Address x, std::int64_t tokens, Address cos, Address sin, Address keys, Address values,
              std::int64_t capacity, std::int64_t length, Address mask, const std::vector<std::int64_t>& fused, Address features,
-             Address out, Address experts, Address weights, const Pruning* rule, const std::vector<Address>& decision) {
+             Address out, Address experts, Address weights, const StageRule* rule, const std::vector<Address>& decision) {
             Decision decided{};
             if (rule)
               decided = {at<std::int64_t>(decision.at(0)), at<float>(decision.at(1)), at<bool>(decision.at(2)),

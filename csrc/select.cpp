@@ -17,8 +17,13 @@ int bin_of(float value) { return static_cast<int>(std::bit_cast<std::uint32_t>(v
 
 // The least of the largest values that together hold `share` of the sum; values are not negative.
 float least_of_share(const float* values, std::int64_t n, double share, std::vector<float>& boundary) {
-  double sums[kBins] = {};
-  for (std::int64_t i = 0; i < n; ++i) sums[bin_of(values[i])] += values[i];
+  double sums[kBins] = {}, others[kBins] = {};  // two, so that neighbours do not wait for each other
+  for (std::int64_t i = 0; i + 1 < n; i += 2) {
+    sums[bin_of(values[i])] += values[i];
+    others[bin_of(values[i + 1])] += values[i + 1];
+  }
+  if (n % 2) sums[bin_of(values[n - 1])] += values[n - 1];
+  for (int bin = 0; bin < kBins; ++bin) sums[bin] += others[bin];
   double total = 0;
   for (int bin = kBins - 1; bin >= 0; --bin) total += sums[bin];
   const double target = share * total;
@@ -38,6 +43,22 @@ float least_of_share(const float* values, std::int64_t n, double share, std::vec
     if (held >= target) return boundary[i];
   }
   return boundary[count - 1];
+}
+
+// all += |x| * weight; salient the same where a channel is needed. Without a branch, so that it becomes vector code.
+void add_scores(const float* __restrict x, float weight, const bool* __restrict needed, std::int64_t channels, float* __restrict all,
+                float* __restrict salient) {
+  for (std::int64_t c = 0; c < channels; ++c) {
+    const float score = std::fabs(x[c]) * weight;
+    all[c] += score;
+    salient[c] += std::bit_cast<float>(std::bit_cast<std::uint32_t>(score) & (0u - static_cast<std::uint32_t>(needed[c])));
+  }
+}
+
+void load_salient(const float* __restrict all, const float* __restrict salient, float ratio, std::int64_t channels,
+                  bool* __restrict loaded) {
+  auto* bytes = reinterpret_cast<std::uint8_t*>(loaded);
+  for (std::int64_t c = 0; c < channels; ++c) bytes[c] |= static_cast<std::uint8_t>(salient[c] > ratio * all[c]);
 }
 
 float largest(const float* values, std::int64_t n) {
@@ -85,23 +106,17 @@ void salient_channels(const float* activations, const std::int64_t* rows, const 
     auto by_expert = [&](std::int64_t pair, std::int64_t e) { return pair_expert[pair] < e; };
     auto it = std::lower_bound(order.begin(), order.end(), expert, by_expert);
     thread_local std::vector<float> all, salient;
+    all.resize(channels);
+    salient.resize(channels);
+    bool* own = loaded + expert * channels;
     while (it != order.end() && pair_expert[*it] == expert) {
       const std::int64_t depth = pair_depth[*it];
-      all.assign(channels, 0.0f);
-      salient.assign(channels, 0.0f);
-      for (; it != order.end() && pair_expert[*it] == expert && pair_depth[*it] == depth; ++it) {
-        const float* row = activations + (rows ? rows[*it] : *it) * channels;
-        const float weight = weights ? weights[*it] : 1.0f;
-        const bool* needed = mask + *it * channels;
-        float *sum = all.data(), *part = salient.data();
-        for (std::int64_t c = 0; c < channels; ++c) {
-          const float score = std::fabs(row[c]) * weight;
-          sum[c] += score;
-          part[c] += needed[c] ? score : 0.0f;
-        }
-      }
-      bool* own = loaded + expert * channels;
-      for (std::int64_t c = 0; c < channels; ++c) own[c] |= salient[c] > selection_ratio * all[c];
+      std::fill(all.begin(), all.end(), 0.0f);
+      std::fill(salient.begin(), salient.end(), 0.0f);
+      for (; it != order.end() && pair_expert[*it] == expert && pair_depth[*it] == depth; ++it)
+        add_scores(activations + (rows ? rows[*it] : *it) * channels, weights ? weights[*it] : 1.0f, mask + *it * channels, channels,
+                   all.data(), salient.data());
+      load_salient(all.data(), salient.data(), selection_ratio, channels, own);
     }
   });
 }
@@ -122,30 +137,61 @@ void TokenPairs::read(const std::int64_t* chosen, const float* weights, std::int
   }
 }
 
-void prune_experts(const bool* keep, const float* gates, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
-                   std::int64_t experts, std::int64_t* chosen, float* weights) {
-  std::vector<char> wanted(experts, 0);
-  for (std::int64_t i = 0; i < tokens * k; ++i)
-    if (keep[i / k]) wanted[chosen[i]] = 1;
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    float sum = 0;
-    bool dropped = false;
-    for (std::int64_t i = t * k; i < (t + 1) * k; ++i) {
-      if (wanted[chosen[i]]) {
-        sum += gates[i];
-      } else {
-        chosen[i] = experts;
-        dropped = true;
+namespace {
+
+// What a token takes of its best experts: the best one, then those that are shared, then the rest.
+void take_experts(const std::int64_t* best, std::int64_t candidates, std::int64_t taken, const std::vector<char>& shared,
+                  std::int64_t* slots) {
+  std::int64_t n = 0;
+  slots[n++] = 0;
+  for (const bool wanted : {true, false})
+    for (std::int64_t i = 1; i < candidates && n < taken; ++i)
+      if (static_cast<bool>(shared[best[i]]) == wanted) slots[n++] = i;
+}
+
+}  // namespace
+
+void choose_experts(const StageRule& rule, const Ranking& ranking, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
+                    std::int64_t experts, std::int64_t* chosen, float* weights) {
+  std::vector<std::int64_t> slots(tokens * k);  // ranks of what each token takes, -1 for nothing
+  std::vector<char> changed(tokens, 0), wanted(experts, 0);
+  for (std::int64_t i = 0; i < tokens * k; ++i) slots[i] = i % k;
+  const auto expert_of = [&](std::int64_t i) { return ranking.experts[i / k * ranking.ranks + slots[i]]; };
+  if (rule.tiers) {
+    for (std::int64_t i = 0; i < tokens * k; ++i)
+      if (rule.tiers[i / k] == 0) wanted[expert_of(i)] = 1;
+    for (std::int64_t tier = 1; tier <= 2; ++tier) {
+      std::vector<char> extended = wanted;
+      for (std::int64_t t = 0; t < tokens; ++t) {
+        if (rule.tiers[t] != tier) continue;
+        const std::int64_t taken = rule.taken[tier - 1];
+        std::fill_n(slots.begin() + t * k, k, -1);
+        take_experts(ranking.experts.data() + t * ranking.ranks, rule.candidates[tier - 1], taken, wanted, slots.data() + t * k);
+        for (std::int64_t i = t * k; i < t * k + taken; ++i) extended[expert_of(i)] = 1;
+        changed[t] = 1;
       }
+      wanted = extended;
     }
-    for (std::int64_t i = t * k; dropped && i < (t + 1) * k; ++i) {
-      const float gate = chosen[i] == experts ? 0.0f : gates[i];
-      weights[i] = (normalise ? gate / std::max(sum, 1e-20f) : gate) * scale;
+  }
+  if (rule.keep) {
+    for (std::int64_t i = 0; i < tokens * k; ++i)
+      if (rule.keep[i / k]) wanted[expert_of(i)] = 1;
+    for (std::int64_t i = 0; i < tokens * k; ++i)
+      if (!wanted[expert_of(i)]) slots[i] = -1, changed[i / k] = 1;
+  }
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    if (!changed[t]) continue;
+    const auto gate_of = [&](std::int64_t i) { return slots[i] < 0 ? 0.0f : ranking.gates[t * ranking.ranks + slots[i]]; };
+    float sum = 0;
+    for (std::int64_t i = t * k; i < (t + 1) * k; ++i) sum += gate_of(i);
+    for (std::int64_t i = t * k; i < (t + 1) * k; ++i) {
+      chosen[i] = slots[i] < 0 ? experts : expert_of(i);
+      weights[i] = (normalise ? gate_of(i) / std::max(sum, 1e-20f) : gate_of(i)) * scale;
     }
   }
 }
 
-void select_channels(const Pruning& rule, const float* activations, const std::int64_t* rows, const TokenPairs& pairs,
+void select_channels(const StageRule& rule, const float* activations, const std::int64_t* rows, const TokenPairs& pairs,
                      std::int64_t channels, std::int64_t experts, bool* loaded, bool* compute) {
   thread_local std::vector<std::uint8_t> own;
   thread_local std::vector<std::int64_t> depth;

@@ -18,8 +18,10 @@ void salient_channels(const float* activations, const std::int64_t* rows, const 
                       const std::int64_t* pair_expert, const std::int64_t* pair_depth, std::int64_t pairs, std::int64_t channels,
                       float selection_ratio, std::int64_t experts, bool* loaded);
 
-// What a policy does to a verify stage (policy/policy.py, Policy.route and Policy.select_channels).
-struct Pruning {
+// What a policy does to a stage (policy/policy.py, Policy.route and Policy.select_channels).
+struct StageRule {
+  const std::int64_t* tiers;  // prompt-wise expert reuse: 0 for major tokens, 1 minor, 2 trivial, [tokens]; null for no reuse
+  std::int64_t candidates[2], taken[2];  // of a minor and a trivial token: it takes so many of so many best experts
   const bool* keep;           // coarse pruning: tokens whose experts stay, [tokens]; null for all
   bool fine;                  // whether channels are selected
   double keep_channels;       // share of a token's importance that its channels hold
@@ -39,13 +41,21 @@ struct TokenPairs {
   std::int64_t count() const { return static_cast<std::int64_t>(expert.size()); }
 };
 
-// Coarse pruning (policy/pruning.py, prune_experts). gates [tokens, k] are the weights before normalisation; what a token keeps is
-// normalised again where the router itself does it.
-void prune_experts(const bool* keep, const float* gates, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
-                   std::int64_t experts, std::int64_t* chosen, float* weights);
+// The best experts of each token, [tokens, ranks], best first, and their weights before normalisation.
+struct Ranking {
+  std::int64_t ranks;
+  std::vector<std::int64_t> experts;
+  std::vector<float> gates;
+};
+
+// Prompt-wise expert reuse (policy/reuse.py) and coarse pruning (policy/pruning.py, prune_experts) of the first k experts of each
+// token. `chosen` and `weights` [tokens, k] come in as the router's own; weights of other choices are normalised over them where
+// the router itself normalises.
+void choose_experts(const StageRule& rule, const Ranking& ranking, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
+                    std::int64_t experts, std::int64_t* chosen, float* weights);
 
 // Fine pruning and coalescing of one matrix: loaded [experts, channels] is filled in, and compute [pairs, channels] unless it is null.
-void select_channels(const Pruning& rule, const float* activations, const std::int64_t* rows, const TokenPairs& pairs,
+void select_channels(const StageRule& rule, const float* activations, const std::int64_t* rows, const TokenPairs& pairs,
                      std::int64_t channels, std::int64_t experts, bool* loaded, bool* compute);
 
 // Sorts pairs by expert, stably: the experts that have some, where each one's pairs begin, and the order in which they now stand.

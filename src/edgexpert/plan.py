@@ -115,6 +115,18 @@ class ChannelSelection:
     loaded: Tensor
     compute: Tensor | None
 
+    @cached_property
+    def channels(self) -> int:
+        """Loaded channels of all experts."""
+        return int(self.loaded.sum())
+
+    def groups(self, size: int) -> int:
+        """Groups of ``size`` channels that hold a loaded one: each needs its row of scales. Counted once."""
+        known: dict[int, int] = vars(self).setdefault("_groups", {})
+        if size not in known:
+            known[size] = int(self.loaded.view(len(self.loaded), -1, size).any(2).sum())
+        return known[size]
+
 
 @dataclass(frozen=True)
 class WeightFormat:
@@ -202,10 +214,8 @@ class ExpertShape:
     def _selected(self, selection: ChannelSelection | None, experts: int, channels: int, outputs: int) -> float:
         if selection is None:
             return experts * self._whole(channels, outputs)
-        groups = 0
-        if self.format.group:  # a row of scales is read if any channel of its group is
-            groups = int(selection.loaded.view(len(selection.loaded), -1, self.format.group).any(2).sum())
-        return self.format.read(outputs, int(selection.loaded.sum()), groups)
+        groups = selection.groups(self.format.group) if self.format.group else 0
+        return self.format.read(outputs, selection.channels, groups)
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,15 +80,15 @@ def test_one_call_gives_the_bits_choices_and_bytes_of_a_call_for_each_half_layer
             assert torch.equal(*(getattr(x, part)[:, :, : our_cache.length] for x in (mine, other_layer)))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_change_nothing(threads: int, load: Load) -> None:
-    host, before = HostedModel(load("granitemoe")), native.get_threads()
+@pytest.mark.parametrize("policy", ["exact", "edgexpert"])
+def test_threads_change_nothing(policy: str, load: Load) -> None:
+    host, before = HostedModel(load("granitemoe"), PRESETS[policy]), native.get_threads()
     results = []
-    for count in (1, threads):
-        native.set_threads(count)
-        results.append([output.logits for output in run(host)[0]])
+    for threads in (1, 2, 3):
+        native.set_threads(threads)
+        results.append(tree_logits(host))
     native.set_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_is_decided_in_one_call_is_what_the_policy_decides(family: str, pol
     host = HostedModel(load(family), POLICIES[policy])
     assert host.native is not None
     stage, cache, again = Stage.verify(TREE, PROMPT), host.new_cache(40), host.new_cache(40)
-    for states in (cache, again):
+    for states in (cache, again):  # all of the prompt's tokens are major
         host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), states)
     before = host.ledger.decode["experts"]
     output = host.run(stage, cache, range(LAYERS))
@@ -178,17 +178,38 @@ def same(ours: ChannelSelection | None, theirs: ChannelSelection | None) -> None
     assert ours.compute is None or theirs.compute is None or torch.equal(ours.compute, theirs.compute)
 
 
+def test_experts_that_prompt_tokens_share_are_those_of_the_policy(load: Load) -> None:
+    host = HostedModel(load("olmoe"), replace(PRESETS["reuse"], k_min=3, n_min=2, k_tri=4, n_tri=1, theta1=0.8, theta2=0.4))
+    assert host.native is not None
+    order = torch.randperm(PROMPT, generator=torch.Generator().manual_seed(0))
+    stage = Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.linspace(0, 1.4, PROMPT)[order])
+    output = host.run(stage, host.new_cache(40), range(LAYERS))
+    cache = host.new_cache(40)
+    assert output.features is not None
+    rotary = host.native.rotary(output.features[None], position_ids=stage.positions[None])
+    layers = zip(host.native.members, host.blocks, output.plans, output.exact, output.features.chunk(LAYERS, 1), strict=True)
+    for member, block, plan, exact, x in layers:
+        normed = member.norm(member.attend(x[None].contiguous(), None, cache, *rotary)[0])
+        assert block.form is not None
+        routing = host.policy.route(exact, block.form.scores(dense.linear(normed, member.router)), stage)
+        assert torch.equal(plan.routing.experts, routing.experts) and not torch.equal(routing.experts, exact.experts)
+        torch.testing.assert_close(plan.routing.weights, routing.weights)
+    assert host.ledger.prefill["experts"] == sum(
+        plan.bytes(block.shape) for plan, block in zip(output.plans, host.blocks, strict=True)
+    )
+
+
 @pytest.mark.parametrize("policy", ["pruned", "edgexpert"])
 def test_a_pruned_stage_in_one_call_gives_the_logits_of_one_layer_by_layer(policy: str, load: Load) -> None:
     whole = HostedModel(load("qwen3_moe"), PRESETS[policy])
-    logits = pruned_logits(whole)
+    logits = tree_logits(whole)
     layer_by_layer = HostedModel(whole.model, PRESETS[policy])
     layer_by_layer.native = None
-    torch.testing.assert_close(logits, pruned_logits(layer_by_layer), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits, tree_logits(layer_by_layer), rtol=1e-4, atol=1e-4)
     assert whole.ledger.to_json() == layer_by_layer.ledger.to_json()
 
 
-def pruned_logits(host: HostedModel) -> Tensor:
+def tree_logits(host: HostedModel) -> Tensor:
     cache = host.new_cache(40)
     host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), cache)
     return host.run(Stage.verify(TREE, PROMPT), cache).logits

@@ -136,8 +136,7 @@ def _packed_bytes(matrices: PackedExperts, selection: ChannelSelection | None, e
     channels = experts * matrices.channels
     groups = channels // matrices.group
     if selection is not None:
-        channels = int(selection.loaded.sum())
-        groups = int(selection.loaded.view(len(selection.loaded), -1, matrices.group).any(2).sum())
+        channels, groups = selection.channels, selection.groups(matrices.group)
     beside = sum(part[0, 0].nbytes for part in (matrices.scales, matrices.zeros) if part is not None)
     return channels * matrices.values[0, 0].nbytes + groups * beside
 

@@ -100,24 +100,39 @@ def layer_stack(layers: Sequence[tuple[Any, Any]]) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class Pruning:
-    """What a policy does to a verify stage of T tokens, for the compiled twin of its rules.
+class StageRule:
+    """What a policy does to a stage of T tokens, for the compiled twin of its rules.
 
     Attributes:
+        depth: of each token, int64 [T].
+        tiers: prompt-wise expert reuse: `Tier` of each token, int64 [T]; None for no reuse.
+        minor, trivial: (k, n): such a token takes n of its k best experts.
         keep: coarse pruning: tokens whose experts stay, bool [T]; None for all.
         keep_channels: fine pruning: share of a token's importance that its channels hold; None for all channels.
         selection_ratio: depth-aware coalescing; None for every channel that some candidate needs.
         calibrated: candidates compute on all channels that are loaded for their expert.
-        depth: of each token, int64 [T].
         token_weight: of the channel score, float32 [T]; None for the routing weights.
     """
 
-    keep: Tensor | None
-    keep_channels: float | None
-    selection_ratio: float | None
-    calibrated: bool
     depth: Tensor
-    token_weight: Tensor | None
+    tiers: Tensor | None = None
+    minor: tuple[int, int] = (0, 0)
+    trivial: tuple[int, int] = (0, 0)
+    keep: Tensor | None = None
+    keep_channels: float | None = None
+    selection_ratio: float | None = None
+    calibrated: bool = False
+    token_weight: Tensor | None = None
+
+    def bind(self) -> Any:
+        """The native form; its tensors must outlive it."""
+        tokens = len(self.depth)
+        return native._native.StageRule(
+            address_of(self.tiers, torch.int64, tokens), *self.minor, *self.trivial,
+            address_of(self.keep, torch.bool, tokens), self.keep_channels is not None, self.keep_channels or 0.0,
+            self.selection_ratio is not None, self.selection_ratio or 0.0,
+            address_of(self.depth, torch.int64, tokens), address_of(self.token_weight, torch.float32, tokens),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +140,7 @@ class Decisions:
     """What a policy decided in L layers, for T tokens that choose k of E experts.
 
     Attributes:
-        experts, weights: of each token after coarse pruning, int64 and float32 [L, T, k]; E stands for no expert.
+        experts, weights: of each token, int64 and float32 [L, T, k]; E stands for no expert.
         gate_up, down: channels that are loaded, bool [L, E, C]; None where all are.
         gate_up_compute, down_compute: channels that each pair computes on, bool [L, T * k, C], of which the first rows are used;
             None where a pair computes on all that its expert loads.
@@ -141,7 +156,7 @@ class Decisions:
     read: Tensor
 
     @classmethod
-    def empty(cls, rule: Pruning, choices: Sequence[int], experts: int, channels: tuple[int, int]) -> Decisions:
+    def empty(cls, rule: StageRule, choices: Sequence[int], experts: int, channels: tuple[int, int]) -> Decisions:
         """To be filled in.
 
         Args:
@@ -158,7 +173,7 @@ class Decisions:
 
 def run_layer_stack(
     stack: Any, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int, mask: Tensor | None,
-    fused: Sequence[int], features: Tensor, experts: Tensor, weights: Tensor, rule: Pruning | None, decided: Decisions | None,
+    fused: Sequence[int], features: Tensor, experts: Tensor, weights: Tensor, rule: StageRule | None, decided: Decisions | None,
 ) -> tuple[Tensor, list[int]]:
     """Runs ``x`` [1, T, H] through all layers of a stack; arguments as in `run_attention_layer`, with caches [layers, ...].
 
@@ -179,14 +194,8 @@ def run_layer_stack(
     wanted = address_of(features, torch.float32, tokens, len(fused) * hidden)
     chosen = address_of(experts, torch.int64, count, tokens, top_k), address_of(weights, torch.float32, count, tokens, top_k)
     out = torch.empty_like(x)
-    bound, into = None, [0]
-    if rule is not None and decided is not None:
-        arrays = (address_of(rule.depth, torch.int64, tokens), address_of(rule.token_weight, torch.float32, tokens))
-        bound = native._native.Pruning(
-            address_of(rule.keep, torch.bool, tokens), rule.keep_channels is not None, rule.keep_channels or 0.0,
-            rule.selection_ratio is not None, rule.selection_ratio or 0.0, *arrays,
-        )
-        into = [0 if part is None else part.data_ptr() for part in vars(decided).values()]
+    into = [0 if part is None else part.data_ptr() for part in vars(decided).values()] if decided is not None else []
+    bound = None if rule is None else rule.bind()
     loaded = native._native.LayerStack.run(
         stack, *stage, *caches, *context, fused, wanted, out.data_ptr(), *chosen, bound, into
     )

@@ -20,7 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from edgexpert.errors import UserError
 from edgexpert.kernels.experts import down_inputs, run_experts
-from edgexpert.kernels.layers import Pruning
+from edgexpert.kernels.layers import StageRule
 from edgexpert.ledger import Ledger, Phase
 from edgexpert.model.attention import stage_mask, watch_received_attention
 from edgexpert.model.batch import route, select_channels
@@ -145,7 +145,7 @@ class HostedModel:
         running, rule = Pass([stage]), None
         acts = self.policy.acts_on(stage)
         if self.native is not None and self.recorder is None and acts:
-            rule = self.policy.pruning(stage)
+            rule = self.policy.stage_rule(stage)
         if self.native is not None and self.recorder is None and (rule is not None or not acts):
             logits, features = self._run_natively(self.native, running, rule, cache, fused_layers)
         else:
@@ -154,7 +154,7 @@ class HostedModel:
         return StageOutput(logits.float(), features if fused_layers else None, running)
 
     def _run_natively(
-        self, native: NativeModel, running: Pass, rule: Pruning | None, cache: TreeCache, fused_layers: Sequence[int]
+        self, native: NativeModel, running: Pass, rule: StageRule | None, cache: TreeCache, fused_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """One stage in one piece: its logits and features."""
         (stage,) = running.stages

@@ -1,4 +1,4 @@
-"""A model that is native throughout: one call runs all decoder layers, under a policy that only prunes, or under none."""
+"""A model that is native throughout: one call runs all decoder layers of a stage, under a policy or under none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from edgexpert.kernels import layers
-from edgexpert.kernels.layers import Decisions, Pruning
+from edgexpert.kernels.layers import Decisions, StageRule
 from edgexpert.model.blocks import decoder_layers
 from edgexpert.model.cache import TreeCache
 from edgexpert.model.native_layer import NativeLayer
@@ -30,7 +30,7 @@ class NativeModel:
         self.stack = layers.layer_stack([(member.native, member.experts) for member in members])
 
     def run(
-        self, stage: Stage, mask: Tensor | None, cache: TreeCache, fused: Sequence[int], rule: Pruning | None
+        self, stage: Stage, mask: Tensor | None, cache: TreeCache, fused: Sequence[int], rule: StageRule | None
     ) -> tuple[Tensor, Tensor, StageChoices]:
         """One stage: logits and features as in `StageOutput`, and what was chosen.
 

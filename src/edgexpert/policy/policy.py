@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from edgexpert.errors import UserError
-from edgexpert.kernels.layers import Pruning
+from edgexpert.kernels.layers import StageRule
 from edgexpert.plan import ChannelSelection, Routing, Scores, Storage
 from edgexpert.policy.coalescing import salient_channels
 from edgexpert.policy.hyperparameters import Hyperparameters, choose_hyperparameters
@@ -155,17 +155,20 @@ class Policy:
         compute = None if self.computational_calibration else mask & loaded[routing.pair_expert]
         return ChannelSelection(loaded, compute)
 
-    def pruning(self, stage: Stage) -> Pruning | None:
-        """What `route` and `select_channels` do to a verify stage, for their compiled twin; None where that lacks a rule."""
-        if stage.tree is None or self.stores_otherwise or self.token_weight == "attention":
+    def stage_rule(self, stage: Stage) -> StageRule | None:
+        """What `route` and `select_channels` do to a stage, for their compiled twin; None where that lacks a rule."""
+        h, attends = self.hyperparameters, self.token_weight == "attention"
+        if stage.tree is None and stage.importance is not None and self.prompt_wise_expert_reuse and not self.stores_otherwise:
+            tiers = token_tiers(stage.importance, h.theta1, h.theta2)
+            return StageRule(stage.depth, tiers, (h.k_min, h.n_min), (h.k_tri, h.n_tri))
+        if stage.tree is None or self.stores_otherwise or (self.depth_aware_coalescing and attends):
             return None
-        h = self.hyperparameters
-        return Pruning(
+        return StageRule(
+            stage.depth,
             keep=expected_candidates(stage.tree, h.keep_mass) if self.coarse_pruning else None,
             keep_channels=h.keep_channels if self.fine_pruning else None,
             selection_ratio=h.selection_ratio if self.depth_aware_coalescing else None,
             calibrated=self.computational_calibration,
-            depth=stage.depth,
             token_weight=stage.tree.path_log_prob.exp() if self.token_weight == "path" else None,
         )
 
