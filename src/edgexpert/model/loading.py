@@ -101,8 +101,8 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
             if dtype not in ("float32", "auto"):
                 raise UserError(f"the packed checkpoint {name} computes in float32; leave `dtype` out, or use the original")
             if native.path() != "torch":
-                # PyTorch's threads spin for a while after each of its operations, on the processors that the kernels' threads need:
-                # with two of each on two processors, plain decoding took 1.4 times as long.
+                # PyTorch's threads spin for a while after each of its operations, on the processors that the kernels need:
+                # with two threads of each on two processors, plain decoding took 1.4 times as long.
                 torch.set_num_threads(1)
             return LoadedModel(load_pack(folder), _load_tokenizer(source, name), name, folder, _notes(folder))
         if folder is not None and is_packed(folder):
