@@ -12,43 +12,6 @@
 namespace edgexpert {
 namespace {
 
-// Rotates heads [heads, dim] by halves.
-void rotate(const float* x, const float* cos, const float* sin, std::int64_t heads, std::int64_t dim, float* out, std::int64_t stride) {
-  const std::int64_t half = dim / 2;
-  for (std::int64_t head = 0; head < heads; ++head, x += dim, out += stride)
-    for (std::int64_t i = 0; i < half; ++i) {
-      const float a = x[i], b = x[i + half];
-      out[i] = a * cos[i] - b * sin[i];
-      out[i + half] = b * cos[i] + a * sin[i];
-    }
-}
-
-// out [tokens, hidden] = attention of x [tokens, 2 * hidden].
-void attend(const DraftLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin, float* keys,
-            float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out) {
-  const std::int64_t dim = layer.dim, query_width = layer.heads * dim, key_width = layer.kv_heads * dim;
-  thread_local std::vector<float> query, key, value, attended;
-  query.resize(tokens * query_width);
-  key.resize(tokens * key_width);
-  value.resize(tokens * key_width);
-  attended.resize(tokens * query_width);
-  linear(layer.query, x, tokens, layer.query_bias, query.data());
-  linear(layer.key, x, tokens, layer.key_bias, key.data());
-  linear(layer.value, x, tokens, layer.value_bias, value.data());
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    const float *token_cos = cos + t * dim / 2, *token_sin = sin + t * dim / 2;
-    float* token_query = query.data() + t * query_width;
-    rotate(token_query, token_cos, token_sin, layer.heads, dim, token_query, dim);
-    rotate(key.data() + t * key_width, token_cos, token_sin, layer.kv_heads, dim, keys + (length + t) * dim, capacity * dim);
-    for (std::int64_t head = 0; head < layer.kv_heads; ++head)
-      std::copy_n(value.data() + t * key_width + head * dim, dim, values + (head * capacity + length + t) * dim);
-  }
-  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-  attention({query.data(), keys, values, dim, query_width, capacity * dim, dim, capacity * dim, dim, mask, attended.data(),
-             layer.heads, layer.kv_heads, tokens, length + tokens, dim, dim, scale});
-  linear(layer.output, attended.data(), tokens, layer.output_bias, out);
-}
-
 void add(const float* x, std::int64_t n, float* out) {
   for (std::int64_t i = 0; i < n; ++i) out[i] = x[i] + out[i];
 }
@@ -95,7 +58,7 @@ void top_of_row(const float* x, std::int64_t n, std::int64_t k, std::int64_t* id
 void draft_layer(const DraftLayer& layer, const float* embeddings, const float* states, std::int64_t tokens, const float* cos,
                  const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask,
                  float* out) {
-  const std::int64_t hidden = layer.output.outputs, size = tokens * hidden, width = layer.gate.outputs;
+  const std::int64_t hidden = layer.attention.output.outputs, size = tokens * hidden, width = layer.gate.outputs;
   thread_local std::vector<float> normed_embeddings, normed, both, between, gate, up;
   normed_embeddings.resize(size);
   normed.resize(size);
@@ -110,7 +73,7 @@ void draft_layer(const DraftLayer& layer, const float* embeddings, const float* 
     std::copy_n(normed_embeddings.data() + t * hidden, hidden, both.data() + 2 * t * hidden);
     std::copy_n(normed.data() + t * hidden, hidden, both.data() + (2 * t + 1) * hidden);
   }
-  attend(layer, both.data(), tokens, cos, sin, keys, values, capacity, length, mask, between.data());
+  attend(layer.attention, both.data(), tokens, cos, sin, keys, values, capacity, length, mask, between.data());
   add(layer.norm_before_residual ? normed.data() : states, size, between.data());
 
   rms_norm(between.data(), layer.mlp_norm, normed.data(), tokens, hidden, layer.eps);

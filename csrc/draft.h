@@ -3,24 +3,21 @@
 
 #include <cstdint>
 
-#include "kernels.h"
+#include "layer.h"
 
 namespace edgexpert {
 
 // Attention reads the normed embedding of a token and the normed state of the token before it side by side, and adds to the state.
 struct DraftLayer {
-  Weights query, key, value, output;  // the first three read 2 * hidden channels, the embedding's first
+  AttentionLayer attention;  // queries, keys and values read 2 * hidden channels, the embedding's first
   Weights gate, up, down;
-  const float *query_bias, *key_bias, *value_bias, *output_bias;  // or null
-  const float *embedding_norm, *state_norm, *mlp_norm;            // [hidden]
-  bool norm_before_residual;  // attention adds to the normed state
-  std::int64_t heads, kv_heads, dim;
+  const float *embedding_norm, *state_norm, *mlp_norm;  // [hidden]
+  bool norm_before_residual;                            // attention adds to the normed state
   float eps;
 };
 
-// out [tokens, hidden]: the states of tokens with these embeddings and states before them, [tokens, hidden] each. Rotated keys and
-// values are appended to the cache, [kv_heads, capacity, dim] each, behind `length` tokens. cos and sin are [tokens, dim / 2]; mask
-// is [tokens, length + tokens] or null for a text.
+// out [tokens, hidden]: the states of tokens with these embeddings and states before them, [tokens, hidden] each. The other
+// arguments are those of attention_layer.
 void draft_layer(const DraftLayer& layer, const float* embeddings, const float* states, std::int64_t tokens, const float* cos,
                  const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask,
                  float* out);

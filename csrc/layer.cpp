@@ -30,21 +30,18 @@ void rotate(const float* x, const float* cos, const float* sin, std::int64_t dim
 
 }  // namespace
 
-void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin,
-                     float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out) {
-  const std::int64_t hidden = layer.query.channels, dim = layer.dim;
-  const std::int64_t query_width = layer.heads * dim, key_width = layer.kv_heads * dim;
-  thread_local std::vector<float> normed, query, key, value, attended;
-  normed.resize(tokens * hidden);
+void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin, float* keys,
+            float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out) {
+  const std::int64_t dim = layer.dim, query_width = layer.heads * dim, key_width = layer.kv_heads * dim;
+  thread_local std::vector<float> query, key, value, attended;
   query.resize(tokens * query_width);
   key.resize(tokens * key_width);
   value.resize(tokens * key_width);
   attended.resize(tokens * query_width);
 
-  rms_norm(x, layer.norm, normed.data(), tokens, hidden, layer.eps);
-  linear(layer.query, normed.data(), tokens, layer.query_bias, query.data());
-  linear(layer.key, normed.data(), tokens, layer.key_bias, key.data());
-  linear(layer.value, normed.data(), tokens, layer.value_bias, value.data());
+  linear(layer.query, x, tokens, layer.query_bias, query.data());
+  linear(layer.key, x, tokens, layer.key_bias, key.data());
+  linear(layer.value, x, tokens, layer.value_bias, value.data());
   normalise(layer.query_norm, layer.norm_per_head, query.data(), tokens, layer.heads, dim, layer.eps);
   normalise(layer.key_norm, layer.norm_per_head, key.data(), tokens, layer.kv_heads, dim, layer.eps);
   if (layer.clip > 0)
@@ -65,6 +62,15 @@ void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t t
   attention({query.data(), keys, values, dim, query_width, capacity * dim, dim, capacity * dim, dim, mask, attended.data(),
              layer.heads, layer.kv_heads, tokens, length + tokens, dim, dim, layer.scale});
   linear(layer.output, attended.data(), tokens, layer.output_bias, out);
+}
+
+void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin,
+                     float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out) {
+  const std::int64_t hidden = layer.query.channels;
+  thread_local std::vector<float> normed;
+  normed.resize(tokens * hidden);
+  rms_norm(x, layer.norm, normed.data(), tokens, hidden, layer.eps);
+  attend(layer, normed.data(), tokens, cos, sin, keys, values, capacity, length, mask, out);
   for (std::int64_t i = 0; i < tokens * hidden; ++i) out[i] = x[i] + out[i] * layer.residual;
 }
 

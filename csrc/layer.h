@@ -13,7 +13,7 @@ namespace edgexpert {
 struct AttentionLayer {
   Weights query, key, value, output;
   const float *query_bias, *key_bias, *value_bias, *output_bias;  // or null
-  const float* norm;                                             // [hidden]
+  const float* norm;                                             // [hidden]; not for attend
   const float *query_norm, *key_norm;  // [norm_width or all heads together], or null
   bool norm_per_head;
   std::int64_t heads, kv_heads, dim;
@@ -25,6 +25,9 @@ struct AttentionLayer {
 // each, behind `length` tokens. cos and sin are [tokens, dim]; mask is [tokens, length + tokens] or null for a text.
 void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin,
                      float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out);
+// The same between norm and residual: out = attention(x), for x [tokens, layer.query.channels].
+void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin, float* keys,
+            float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out);
 
 // The expert half: norm, router, experts, residual; for routers that choose by their logits alone.
 struct ExpertLayer {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from edgexpert.kernels import dense, native, packed
-from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs
+from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs, TiledMatrix
 from edgexpert.packing.matrix import quantise
 
 ISAS = [path for path in native.available() if path != "torch"]
@@ -138,6 +138,34 @@ def test_a_token_is_the_same_alone_and_in_any_company_and_with_any_threads(isa: 
             assert torch.equal(native.linear(x[t : t + 1], matrix)[0], dense[t])
             got = native.run_experts(x[t : t + 1], up, lower, alone, weights[2 * t : 2 * t + 2][own])
             assert torch.equal(got[0], together[t])
+
+
+@pytest.mark.parametrize(("bits", "zero_point"), FORMATS)
+@pytest.mark.parametrize("outputs", [4100, 5000])
+def test_a_matrix_in_tiles_is_the_same_matrix(isa: str, bits: int, zero_point: bool, outputs: int) -> None:
+    torch.manual_seed(6)
+    matrix = quantise(torch.randn(64, outputs), bits, 32, zero_point)
+    tiled = TiledMatrix.of(matrix)
+    assert len(tiled.values) > 1
+    assert torch.equal(packed.dequantise(tiled), packed.dequantise(matrix))
+    x, bias = torch.randn(20, 64), torch.randn(outputs)
+    for threads in (1, 3):
+        native.set_threads(threads)
+        for rows in (1, 5, 20):
+            assert torch.equal(native.linear(x[:rows], tiled, bias), native.linear(x[:rows], matrix, bias))
+    assert close(native.linear(x, tiled, bias), packed.linear(x, tiled, bias), bits)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7])
+def test_the_largest_sums_of_a_group_fit(isa: str, rows: int) -> None:
+    channels, outputs = 64, 256
+    scales = torch.ones(channels // 32, outputs, dtype=torch.float16)
+    for byte in (0x00, 0xFF, 0xF0):  # every weight -8, or 7, or both in turn
+        values = torch.full((channels, outputs // 2), byte, dtype=torch.uint8)
+        matrix = PackedMatrix(values, scales, None, channels, outputs, 4, 32)
+        for signs in ([1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]):
+            x = torch.tensor(signs).repeat(rows, channels // 2)
+            assert torch.equal(native.linear(x, matrix), packed.linear(x, matrix))
 
 
 def test_all_instruction_sets_give_the_same_bits() -> None:

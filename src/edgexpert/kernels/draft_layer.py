@@ -48,13 +48,13 @@ class DraftLayer:
 
         Args:
             embeddings, states: of the tokens, and of the tokens before them, [n, H].
-            cos, sin: [n, dim / 2].
+            cos, sin: [n, dim], of both halves of a head.
             mask: who attends to whom, bool [n, length + n]; None for a text.
         """
         tokens, capacity = len(states), keys.shape[1]
         if length + tokens > capacity:
             raise ValueError(f"{length} + {tokens} tokens in a cache for {capacity}")
-        inputs, rotary, cache = (tokens, self._hidden), (tokens, self._dim // 2), (self._kv_heads, capacity, self._dim)
+        inputs, rotary, cache = (tokens, self._hidden), (tokens, self._dim), (self._kv_heads, capacity, self._dim)
         arrays = ((embeddings, inputs), (states, inputs), (cos, rotary), (sin, rotary), (keys, cache), (values, cache))
         x, before, *others = (native.address_of(tensor, torch.float32, *shape) for tensor, shape in arrays)
         seen = native.address_of(mask, torch.bool, tokens, length + tokens)

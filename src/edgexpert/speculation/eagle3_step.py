@@ -65,7 +65,7 @@ class NativeStep:
         config, layer = model.config, model.midlayer
         linears, norms = _parts(layer)
         self.model, self.rotary = model, layer.self_attn.rotary
-        self._tables = self.rotary.tables(torch.arange(1))  # of all positions so far
+        self._tables = self._both_halves(torch.arange(1))  # of all positions so far
         self.layer = DraftLayer(
             [linear.matrix for linear in linears[:4]], [linear.bias for linear in linears[:4]],
             [linear.matrix for linear in linears[4:]], [norm.weight for norm in norms],
@@ -88,11 +88,15 @@ class NativeStep:
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """`Rotary.tables`, looked up: PyTorch's cosine wakes its threads, which then take ours their time."""
         if self.rotary.grows:
-            return self.rotary.tables(positions)
+            return self._both_halves(positions)
         length = int(positions[-1]) + 1
         if length > len(self._tables[0]):
-            self._tables = self.rotary.tables(torch.arange(2 * length))
+            self._tables = self._both_halves(torch.arange(2 * length))
         cos, sin = (table.index_select(0, positions) for table in self._tables)
+        return cos, sin
+
+    def _both_halves(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (torch.cat([half, half], -1) for half in self.rotary.tables(positions))  # [n, dim]
         return cos, sin
 
 
