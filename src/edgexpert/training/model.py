@@ -117,7 +117,7 @@ LITTLE = replace(
         **STORIES.config, "hidden_size": 128, "num_hidden_layers": 2, "mlp_only_layers": [0, 1], "intermediate_size": 384,
         "num_attention_heads": 2, "num_key_value_heads": 1,
     },
-    phases=[Phase(1200, {"simple": 0.7, "tales": 0.15, "books": 0.15}, 256, peak=3e-3)],
+    phases=[Phase(500, {"simple": 0.7, "tales": 0.15, "books": 0.15}, 256, peak=3e-3)],
 )
 """A small dense model with the same tokenizer, as the little one beside `stories` in benchmarks/frameworks.py."""
 RECIPES = {"stories": STORIES, "stories-dense": DENSE, "stories-little": LITTLE}
