@@ -28,6 +28,10 @@ void rotate(const float* x, const float* cos, const float* sin, std::int64_t dim
   }
 }
 
+void add_residual(const float* x, float residual, std::int64_t count, float* out) {
+  for (std::int64_t i = 0; i < count; ++i) out[i] = x[i] + out[i] * residual;
+}
+
 }  // namespace
 
 void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin, float* keys,
@@ -71,7 +75,7 @@ void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t t
   normed.resize(tokens * hidden);
   rms_norm(x, layer.norm, normed.data(), tokens, hidden, layer.eps);
   attend(layer, normed.data(), tokens, cos, sin, keys, values, capacity, length, mask, out);
-  for (std::int64_t i = 0; i < tokens * hidden; ++i) out[i] = x[i] + out[i] * layer.residual;
+  add_residual(x, layer.residual, tokens * hidden, out);
 }
 
 namespace {
@@ -129,10 +133,6 @@ const Grouped& group_pairs(const TokenPairs& pairs, std::int64_t experts) {
   for (std::int64_t i = 0; i < pairs.count(); ++i) weights[i] = pairs.weight[order[i]];
   view = {loaded, ids.data(), offsets.data(), tokens.data()};
   return by_expert;
-}
-
-void add_residual(const float* x, float residual, std::int64_t count, float* out) {
-  for (std::int64_t i = 0; i < count; ++i) out[i] = x[i] + out[i] * residual;
 }
 
 // Loaded channels, and groups that hold some of them.

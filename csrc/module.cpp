@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
-#include <cmath>
 #include <stdexcept>
 #include <vector>
 
@@ -106,14 +105,8 @@ NB_MODULE(_native, m) {
 
   nb::class_<DraftLayer>(m, "DraftLayer")
       .def("__init__",
-           [](DraftLayer* self, const Weights& query, const Weights& key, const Weights& value, const Weights& output,
-              const Weights& gate, const Weights& up, const Weights& down, Address query_bias, Address key_bias,
-              Address value_bias, Address output_bias, Address embedding_norm, Address state_norm, Address mlp_norm,
-              bool norm_before_residual, std::int64_t heads, std::int64_t kv_heads, std::int64_t dim, float eps) {
-             const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-             const AttentionLayer attention{query, key, value, output, at<const float>(query_bias), at<const float>(key_bias),
-                                            at<const float>(value_bias), at<const float>(output_bias), nullptr, nullptr, nullptr,
-                                            false, heads, kv_heads, dim, eps, scale, 1.0f, 0.0f};
+           [](DraftLayer* self, const AttentionLayer& attention, const Weights& gate, const Weights& up, const Weights& down,
+              Address embedding_norm, Address state_norm, Address mlp_norm, bool norm_before_residual, float eps) {
              new (self) DraftLayer{attention, gate, up, down, at<const float>(embedding_norm), at<const float>(state_norm),
                                    at<const float>(mlp_norm), norm_before_residual, eps};
            })

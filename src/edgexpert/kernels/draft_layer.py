@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from edgexpert.kernels import native
+from edgexpert.kernels.layers import attention_layer
 from edgexpert.kernels.packed import PackedMatrix
 
 
@@ -28,16 +29,18 @@ class DraftLayer:
         self, attention: Sequence[PackedMatrix], biases: Sequence[Tensor | None], mlp: Sequence[PackedMatrix],
         norms: Sequence[Tensor], *, norm_before_residual: bool, heads: int, kv_heads: int, dim: int, eps: float,
     ) -> None:
-        matrices, hidden, inner = [*attention, *mlp], attention[3].outputs, mlp[0].outputs
-        queries, keys, both = heads * dim, kv_heads * dim, 2 * hidden
-        shapes = [(both, queries), (both, keys), (both, keys), (queries, hidden), *[(hidden, inner)] * 2, (inner, hidden)]
-        if [(matrix.channels, matrix.outputs) for matrix in matrices] != shapes or heads % kv_heads or dim % 2:
-            raise ValueError(f"expected matrices of {shapes}")
-        vectors = zip((*biases, *norms), (queries, keys, keys, *[hidden] * 4), strict=True)
-        addresses = [native.address_of(vector, torch.float32, size) for vector, size in vectors]
-        form = (norm_before_residual, heads, kv_heads, dim, eps)
-        self._native = native._native.DraftLayer(*(native._bind(matrix) for matrix in matrices), *addresses, *form)
-        self._held = matrices, biases, norms  # what it points into
+        hidden, inner = mlp[0].channels, mlp[0].outputs
+        shapes = [(hidden, inner), (hidden, inner), (inner, hidden)]
+        fits = (attention[0].channels, attention[3].outputs) == (2 * hidden, hidden)
+        if [(matrix.channels, matrix.outputs) for matrix in mlp] != shapes or not fits or dim % 2:
+            raise ValueError(f"expected matrices of {shapes} behind attention from {2 * hidden} to {hidden}")
+        attending = attention_layer(
+            attention, biases, None, (None, None), per_head=False, heads=heads, kv_heads=kv_heads, dim=dim, eps=eps,
+            scale=dim**-0.5, residual=1.0, clip=0.0)
+        weights = (native.address_of(norm, torch.float32, hidden) for norm in norms)
+        bound = (native._bind(matrix) for matrix in mlp)
+        self._native = native._native.DraftLayer(attending, *bound, *weights, norm_before_residual, eps)
+        self._held = attention, biases, mlp, norms  # what it points into
         self._hidden, self._kv_heads, self._dim = hidden, kv_heads, dim
 
     def __call__(

@@ -20,7 +20,7 @@ from edgexpert.kernels.packed import PackedExperts, PackedMatrix
 def attention_layer(
     matrices: Sequence[PackedMatrix],
     biases: Sequence[Tensor | None],
-    norm: Tensor,
+    norm: Tensor | None,
     head_norms: Sequence[Tensor | None],
     *,
     per_head: bool,
@@ -36,10 +36,12 @@ def attention_layer(
 
     Args:
         matrices: of queries, keys, values and output; ``biases`` likewise.
+        norm: of what comes in, [H]; None where a draft's layer norms it itself.
         head_norms: RMSNorm of queries and of keys, for each head or (not ``per_head``) over all heads together.
     """
     hidden, width, kv_width = matrices[0].channels, heads * dim, kv_heads * dim
-    shapes = [(hidden, width), (hidden, kv_width), (hidden, kv_width), (width, hidden)]
+    out = hidden if norm is not None else matrices[3].outputs
+    shapes = [(hidden, width), (hidden, kv_width), (hidden, kv_width), (width, out)]
     if [(matrix.channels, matrix.outputs) for matrix in matrices] != shapes or heads % kv_heads:
         raise ValueError(f"expected matrices of {shapes}")
     widths = [*(outputs for _, outputs in shapes), hidden, *((dim, dim) if per_head else (width, kv_width))]

@@ -142,12 +142,11 @@ class HostedModel:
     def run(self, stage: Stage, cache: TreeCache, fused_layers: Sequence[int] = ()) -> StageOutput:
         """One stage through the model; its keys and values are appended to ``cache``."""
         assert stage.prefix == cache.length, "the cache holds exactly the tokens before the stage"
-        running, rule = Pass([stage]), None
-        acts = self.policy.acts_on(stage)
-        if self.native is not None and self.recorder is None and acts:
-            rule = self.policy.stage_rule(stage)
-        if self.native is not None and self.recorder is None and (rule is not None or not acts):
-            logits, features = self._run_natively(self.native, running, rule, cache, fused_layers)
+        running, acts = Pass([stage]), self.policy.acts_on(stage)
+        native = self.native if self.recorder is None else None
+        rule = self.policy.stage_rule(stage) if native is not None and acts else None
+        if native is not None and (rule is not None or not acts):
+            logits, features = self._run_natively(native, running, rule, cache, fused_layers)
         else:
             logits, features = self._run_library(running, cache, fused_layers)
         self.count(running, cache)

@@ -21,7 +21,7 @@ from edgexpert.packing.reading import Pack
 
 
 def load_pack(folder: Path) -> PreTrainedModel:
-    """The model of a packed checkpoint; experts and linear layers stay in the mapped file.
+    """The model of a packed checkpoint; its weights lie where `packing.memory` puts them.
 
     Raises:
         UserError: the folder is damaged, or lacks a tensor.

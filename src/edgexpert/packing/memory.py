@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -78,12 +79,12 @@ def placed(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
     tiled = [TiledMatrix.of(matrix) if matrix.outputs > WIDE else matrix for matrix in matrices]
     parts = [(matrix.values, matrix.scales, matrix.zeros) for matrix in tiled]
     copies = iter(gathered([tensor for tensors in parts for tensor in tensors if tensor is not None]))
-    placed = []
-    for matrix in tiled:
-        values = next(copies)
-        scales, zeros = (None if tensor is None else next(copies) for tensor in (matrix.scales, matrix.zeros))
-        placed.append(type(matrix)(values, scales, zeros, matrix.channels, matrix.outputs, matrix.bits, matrix.group))
-    return placed
+    copied = []
+    for matrix, tensors in zip(tiled, parts, strict=True):
+        values, scales, zeros = (None if tensor is None else next(copies) for tensor in tensors)
+        assert values is not None
+        copied.append(replace(matrix, values=values, scales=scales, zeros=zeros))
+    return copied
 
 
 def available_memory() -> int:
