@@ -9,9 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from edgexpert.errors import UserError
 from edgexpert.training.corpus import END_OF_TEXT, documents, is_held_out, prepare
+from edgexpert.training.experts import SORTED
+from edgexpert.training.growth import split_experts
 from edgexpert.training.model import STORIES, Phase, balance_loss, learning_rate, train_model
 
 TINY = replace(
@@ -28,6 +31,8 @@ TINY = replace(
     warmup=2,
 )
 
+GROWING = replace(TINY, phases=[*TINY.phases, Phase(3, {"one": 1.0}, 16, peak=1e-3, width=12)])
+
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
@@ -40,10 +45,9 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(corpus: Path, tmp_path: Path) -> None:
-    train_model(TINY, corpus, tmp_path / "straight", checkpoint_every=1)
-    train_model(TINY, corpus, tmp_path / "broken", stop_at=3)
-    train_model(TINY, corpus, tmp_path / "broken", stop_at=5)
-    train_model(TINY, corpus, tmp_path / "broken")
+    train_model(GROWING, corpus, tmp_path / "straight", checkpoint_every=1)
+    for stop in (3, 5, TINY.steps, TINY.steps + 1, None):  # before, at and after the split of the experts
+        train_model(GROWING, corpus, tmp_path / "broken", stop_at=stop)
     straight, broken = (torch.load(tmp_path / run / "checkpoint.pt", weights_only=True) for run in ("straight", "broken"))
     for name, weight in straight["model"].items():
         assert torch.equal(weight, broken["model"][name]), name
@@ -71,6 +75,34 @@ def test_a_dense_twin_trains_by_the_same_recipe(corpus: Path, tmp_path: Path) ->
     dense = replace(TINY, config={**TINY.config, "mlp_only_layers": [0, 1]})
     train_model(dense, corpus, tmp_path / "dense")
     assert json.loads((tmp_path / "dense" / "history.json").read_text())[-1]["balance"] == 0
+
+
+def test_experts_split_into_finer_ones_keep_their_function() -> None:
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY.config)).eval()
+    ids = torch.arange(40)[None]
+    split = split_experts(model, 12, noise=0.0).eval()
+    assert (split.config.num_experts, split.config.num_experts_per_tok, split.config.moe_intermediate_size) == (8, 4, 12)
+    torch.testing.assert_close(split(input_ids=ids).logits, model(input_ids=ids).logits)
+    apart = split_experts(model, 12).model.layers[0].mlp.gate.weight
+    assert not torch.equal(apart[0], apart[1]), "with noise the two halves of an expert can part"
+    with pytest.raises(ValueError, match="cannot be split"):
+        split_experts(model, 7)
+
+
+def test_sorted_experts_have_the_outputs_and_the_gradients_of_the_library() -> None:
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**TINY.config, "num_experts": 16}))  # 16 experts: some get no token
+    ids = torch.arange(9)[None]
+    found = {}
+    for implementation in ("eager", SORTED):
+        model.config._experts_implementation = implementation
+        model.zero_grad()
+        logits = model(input_ids=ids).logits
+        logits.square().sum().backward()
+        found[implementation] = [logits.detach(), *(weight.grad.clone() for weight in model.parameters())]
+    for ours, theirs in zip(found[SORTED], found["eager"], strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_held_out_documents_are_in_no_training_stream(corpus: Path, tmp_path: Path) -> None:
@@ -115,9 +147,12 @@ def test_the_learning_rate_warms_up_and_falls_anew_from_each_peak() -> None:
     assert max(rates) == 2e-3
     assert np.argmax(rates) in (149, 150)
     restart = sum(phase.steps for phase in STORIES.phases[:2])
+    again = restart + STORIES.phases[2].steps
     assert rates[restart - 1] == pytest.approx(1e-4, rel=1e-2)
-    assert max(rates[restart:]) == 1e-3
-    assert rates[-1] == pytest.approx(5e-5, rel=1e-2)
+    assert max(rates[restart:again]) == 1e-3
+    assert rates[again - 1] == pytest.approx(5e-5, rel=1e-2)
+    assert max(rates[again:]) == 1.5e-3
+    assert rates[-1] == pytest.approx(7.5e-5, rel=1e-2)
 
 
 def test_a_missing_corpus_is_named(tmp_path: Path) -> None:

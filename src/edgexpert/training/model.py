@@ -25,6 +25,8 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from edgexpert.errors import UserError
 from edgexpert.model.loading import load_model
 from edgexpert.training import corpus as corpora
+from edgexpert.training.experts import SORTED
+from edgexpert.training.growth import split_experts
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Phase:
     Attributes:
         balance: weight of the load-balancing loss.
         peak: a phase with a peak begins a new warm-up and cosine of the learning rate, which lasts until the next such phase.
+        width: the experts' width from here on: wider ones are split into two (`growth.py`) as the phase begins.
     """
 
     steps: int
@@ -41,6 +44,7 @@ class Phase:
     length: int
     balance: float = 0.004
     peak: float | None = None
+    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class Recipe:
         return self.phases[-1]
 
 
+LATER = {"simple": 0.45, "tales": 0.12, "books": 0.43}
 STORIES = Recipe(
     domains={
         "simple": [
@@ -82,7 +87,7 @@ STORIES = Recipe(
             "pratham_storyweaver_en.txt",
         ],
         "tales": ["fairytaleqa_stories.txt", "grimm_fairy_tales.txt", "aesop_for_children.txt"],
-        "books": ["gutenberg_simple_1.txt"],
+        "books": ["gutenberg_simple_1.txt", "gutenberg_simple_2.txt"],
     },
     config=dict(
         vocab_size=4096,
@@ -104,11 +109,16 @@ STORIES = Recipe(
         Phase(700, {"simple": 0.75, "tales": 0.15, "books": 0.1}, 1024),
         # Trained on with a weaker balance, so that one text may keep to fewer experts, as in models of many domains.
         Phase(400, {"simple": 0.65, "tales": 0.2, "books": 0.15}, 1024, balance=0.0005, peak=1e-3),
+        # 64 experts of which a token takes 4 become 128 of which it takes 8, as in the larger Qwen3-MoE models.
+        Phase(1300, LATER, 256, balance=0.001, peak=1.5e-3, width=64),
+        Phase(600, LATER, 512, balance=0.001),
+        Phase(100, LATER, 1024, balance=0.001),
     ],
 )
 DENSE = replace(
     STORIES,
     config={**STORIES.config, "mlp_only_layers": list(range(8)), "intermediate_size": 4 * 96},
+    phases=STORIES.phases[:3],  # a dense layer has no experts to split
 )
 """The dense twin: as many active parameters, the same batches and schedule; stopped early, it shows what the experts bring."""
 LITTLE = replace(
@@ -192,6 +202,19 @@ class _State:
     history: list[dict[str, float]] = field(default_factory=list)
 
 
+def _prepared(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
+    """Puts a model into training mode and makes its optimiser."""
+    model.config._experts_implementation = SORTED
+    model.train()
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        fused=True,
+    )
+
+
 def train_model(
     recipe: Recipe,
     corpus: Path,
@@ -218,37 +241,38 @@ def train_model(
         corpus, recipe.domains, recipe.config["vocab_size"], out, started.tokenizer if started is not None else None
     )
     torch.manual_seed(recipe.seed)
-    if started is None:
-        config = Qwen3MoeConfig(
-            **recipe.config, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=None
-        )
-        model: PreTrainedModel = Qwen3MoeForCausalLM(config)
-    else:
-        model, config = started.model, started.model.config
-    model.train()
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-        fused=True,
-    )
-    state, checkpoint = _State(start[1] if start is not None else 0), out / "checkpoint.pt"
-    if checkpoint.exists():
-        saved = torch.load(checkpoint, weights_only=True)
+    checkpoint = out / "checkpoint.pt"
+    saved = torch.load(checkpoint, weights_only=True) if checkpoint.exists() else None
+    if saved is not None:
+        model: PreTrainedModel = Qwen3MoeForCausalLM(Qwen3MoeConfig(**saved["config"]))
         model.load_state_dict(saved["model"])
+    elif started is not None:
+        model = started.model
+    else:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+            **recipe.config, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=None
+        ))  # fmt: skip
+    optimizer = _prepared(model, recipe)
+    state = _State(start[1] if start is not None else 0)
+    if saved is not None:
         optimizer.load_state_dict(saved["optimizer"])
         state = _State(**saved["state"])
 
     def save() -> None:
         unfinished = checkpoint.with_suffix(".unfinished")
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": vars(state)}, unfinished)
+        torch.save(
+            {
+                "config": model.config.to_diff_dict(), "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                "state": vars(state),
+            },
+            unfinished,
+        )  # fmt: skip
         os.replace(unfinished, checkpoint)
         (out / "history.json").write_text(json.dumps(state.history, indent=0))
 
-    routed = len(config.mlp_only_layers) < config.num_hidden_layers
-
     def losses(ids: Tensor) -> tuple[Tensor, Tensor]:
+        config = model.config
+        routed = len(config.mlp_only_layers) < config.num_hidden_layers
         outputs = model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=routed)
         entropy = F.cross_entropy(outputs.logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         return entropy, balance_loss(outputs.router_logits or (), config.num_experts_per_tok)
@@ -261,6 +285,9 @@ def train_model(
         while state.step < last:
             began = time.perf_counter()
             phase = recipe.phase_at(state.step)
+            if phase.width is not None and model.config.moe_intermediate_size > phase.width:
+                model = split_experts(model, phase.width)
+                optimizer = _prepared(model, recipe)
             rate = learning_rate(recipe, state.step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
