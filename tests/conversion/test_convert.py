@@ -228,6 +228,9 @@ def test_a_changed_file_and_a_newer_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "out" / EXPERTS).write_bytes(raw[:-1])
     with pytest.raises(UserError, match="should have"):
         Pack(tmp_path / "out")
+    (tmp_path / "out" / EXPERTS).unlink()
+    with pytest.raises(UserError, match=r"experts\.pack should have [0-9]+ bytes and has 0"):
+        load_model(str(tmp_path / "out"))
     manifest = json.loads((tmp_path / "out" / MANIFEST).read_text())
     (tmp_path / "out" / MANIFEST).write_text(json.dumps({**manifest, "format_version": 2}))
     with pytest.raises(UserError, match="newer edgexpert"):

@@ -17,8 +17,8 @@ from edgexpert.packing.memory import map_file, read_file
 
 
 def is_pack(folder: Path) -> bool:
-    """Whether a folder holds a packed checkpoint."""
-    return (folder / MANIFEST).is_file() and (folder / EXPERTS).is_file()
+    """Whether a folder holds a packed checkpoint, be it a damaged one."""
+    return (folder / MANIFEST).is_file()
 
 
 class Pack:
