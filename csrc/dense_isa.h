@@ -9,69 +9,17 @@
 #include <cstring>
 #include <type_traits>
 
+#include "eight.h"
 #include "isa.h"
-
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors of eight go from function to function in this file alone
 
 namespace edgexpert {
 namespace {
 
-// Vectors of eight sums that registers hold beside what is added to them.
-#if defined(__AVX__) || defined(__aarch64__)
-constexpr int kSums = 8;
-#else
-constexpr int kSums = 4;
-#endif
-
 inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-
-typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
-typedef std::int32_t EightIntegers __attribute__((vector_size(32), aligned(4), may_alias));
-
-inline Eight eight(const float* p) { return *reinterpret_cast<const Eight*>(p); }
-inline void store(float* p, Eight x) { *reinterpret_cast<Eight*>(p) = x; }
 
 // Keys and values come from memory row by row, which a processor takes for many short runs and would not read ahead.
 inline void prefetch(const float* row, std::int64_t n) {
   for (std::int64_t i = 0; i < n; i += 16) __builtin_prefetch(row + i);
-}
-
-// Two loads are all that a cycle has, but gcc would read x from memory again for each use.
-inline Eight in_register(Eight x) {
-#ifdef __AVX__
-  asm("" : "+x"(x));
-#endif
-  return x;
-}
-
-// The first n < 8 of eight floats; the others are 0.
-inline Eight first_of(const float* p, std::int64_t n) {
-  Eight x{};
-  std::memcpy(&x, p, n * sizeof(float));
-  return x;
-}
-
-inline float sum_lanes(Eight x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
-
-template <int... I>
-inline Eight pick(Eight a, Eight b) {
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, I...);
-#else
-  return __builtin_shuffle(a, b, EightIntegers{I...});
-#endif
-}
-
-// sum_lanes of each of eight vectors, four of them side by side in a half of the register.
-inline __attribute__((always_inline)) Eight sum_lanes(const Eight* x) {
-  const auto halves = [=](int i) {
-    return pick<0, 1, 2, 3, 8, 9, 10, 11>(x[i], x[i + 4]) + pick<4, 5, 6, 7, 12, 13, 14, 15>(x[i], x[i + 4]);
-  };
-  const auto quarters = [](Eight a, Eight b) {
-    return pick<0, 1, 8, 9, 4, 5, 12, 13>(a, b) + pick<2, 3, 10, 11, 6, 7, 14, 15>(a, b);
-  };
-  const Eight a = quarters(halves(0), halves(1)), b = quarters(halves(2), halves(3));
-  return pick<0, 2, 8, 10, 4, 6, 12, 14>(a, b) + pick<1, 3, 9, 11, 5, 7, 13, 15>(a, b);
 }
 
 // Dot products of Q rows x with 8 / Q rows y, side by side: lane i of a sum has the elements i, i + 8, i + 16 and so on.
@@ -135,21 +83,6 @@ void rms_norm_row(const float* x, const float* weight, float* out, std::int64_t 
   for (i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
 }
 
-// e^x for x <= 0, and 0 from -87 down; the relative error is below 3e-7 and half of what rounding x may do.
-inline Eight exp_negative(Eight x) {
-  constexpr float round = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the last bits
-  const Eight lowest = Eight{} - 87.0f;
-  const Eight y = x > lowest ? x : lowest;
-  const Eight shifted = y * 1.44269504f + round;
-  const Eight r = y - (shifted - round) * 0.693147181f;
-  Eight p = r * 8.36970920e-3f + 4.19175367e-2f;
-  p = p * r + 1.66665182e-1f;
-  p = p * r + 4.99989948e-1f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  return y == lowest ? Eight{} : (Eight)((EightIntegers)p + ((EightIntegers)shifted << 23));  // 2^n times p
-}
-
 // Sum of e^(x - top) over n values, of which none is above top.
 float exp_sum(const float* x, std::int64_t n, float top) {
   Eight sum{};
@@ -166,7 +99,7 @@ inline void softmax(float* scores, std::int64_t count) {
   Eight highest = Eight{} - INFINITY, sum{};
   for (std::int64_t i = 0; i < count; i += 8) {
     const Eight s = eight(scores + i);
-    highest = s > highest ? s : highest;
+    highest = larger_of(s, highest);
   }
   float top = highest[0];
   for (int i = 1; i < 8; ++i) top = highest[i] > top ? highest[i] : top;
@@ -182,26 +115,7 @@ inline void softmax(float* scores, std::int64_t count) {
 // Eight rows of n floats, as columns of `out`.
 inline void transpose(const float* const* rows, std::int64_t n, float* out, std::int64_t out_stride) {
   std::int64_t i = 0;
-#ifdef __AVX__  // elsewhere gcc takes a shuffle of eight apart, float by float
-  const auto four_columns = [out_stride](Eight a, Eight b, Eight c, Eight d, float* to) __attribute__((always_inline)) {
-    const Eight ab = pick<0, 8, 1, 9, 4, 12, 5, 13>(a, b), cd = pick<0, 8, 1, 9, 4, 12, 5, 13>(c, d);
-    const Eight AB = pick<2, 10, 3, 11, 6, 14, 7, 15>(a, b), CD = pick<2, 10, 3, 11, 6, 14, 7, 15>(c, d);
-    store(to, pick<0, 1, 8, 9, 4, 5, 12, 13>(ab, cd));
-    store(to + out_stride, pick<2, 3, 10, 11, 6, 7, 14, 15>(ab, cd));
-    store(to + 2 * out_stride, pick<0, 1, 8, 9, 4, 5, 12, 13>(AB, CD));
-    store(to + 3 * out_stride, pick<2, 3, 10, 11, 6, 7, 14, 15>(AB, CD));
-  };
-  for (; i + 8 <= n; i += 8) {
-    Eight low[4], high[4];  // halves of rows k and k + 4
-    for (int k = 0; k < 4; ++k) {
-      const Eight x = eight(rows[k] + i), y = eight(rows[k + 4] + i);
-      low[k] = pick<0, 1, 2, 3, 8, 9, 10, 11>(x, y);
-      high[k] = pick<4, 5, 6, 7, 12, 13, 14, 15>(x, y);
-    }
-    four_columns(low[0], low[1], low[2], low[3], out + i * out_stride);
-    four_columns(high[0], high[1], high[2], high[3], out + (i + 4) * out_stride);
-  }
-#endif
+  for (; i + 8 <= n; i += 8) transpose_eight(rows, i, out + i * out_stride, out_stride);
   for (; i < n; ++i)
     for (int k = 0; k < 8; ++k) out[i * out_stride + k] = rows[k][i];
 }

@@ -2,8 +2,23 @@
 
 #include "isa.h"
 
+#if defined(EDGEXPERT_NEON) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace edgexpert {
 namespace {
+
+#ifdef EDGEXPERT_NEON
+bool has_dot_product() {
+#ifdef __linux__
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+  return true;  // macOS runs on no Arm processor without it
+#endif
+}
+#endif
 
 const Isa* find(std::string_view name) {
 #ifdef EDGEXPERT_AVX512
@@ -17,6 +32,9 @@ const Isa* find(std::string_view name) {
 #endif
 #ifdef EDGEXPERT_AVX2
   if ((name == "avx2" || name == "auto") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return &isa_avx2;
+#endif
+#ifdef EDGEXPERT_NEON
+  if ((name == "neon" || name == "auto") && has_dot_product()) return &isa_neon;
 #endif
   if (name == "portable" || name == "auto") return &isa_portable;
   return nullptr;

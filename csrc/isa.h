@@ -88,10 +88,13 @@ extern const Isa isa_avx2;
 #ifdef EDGEXPERT_AVX512
 extern const Isa isa_avx512;
 #endif
+#ifdef EDGEXPERT_NEON
+extern const Isa isa_neon;
+#endif
 
 // The instruction set in use.
 const Isa& isa();
-// "auto", "avx512", "avx2" or "portable"; false where this build or CPU lacks it.
+// "auto", "avx512", "avx2", "neon" or "portable"; false where this build or CPU lacks it.
 bool select_isa(const char* name);
 bool has_isa(const char* name);
 

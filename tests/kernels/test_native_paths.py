@@ -1,4 +1,4 @@
-"""Which code computes: forced, refused, absent, and AVX-512 by emulation."""
+"""Which code computes: forced, refused, absent, and AVX-512 and Arm by emulation."""
 
 from __future__ import annotations
 
@@ -79,3 +79,31 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", chosen, "tests/kerne
 """
     result = run(code, EDGEXPERT_KERNELS="auto")
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+ARM = ("aarch64-linux-gnu-g++", "qemu-aarch64")
+
+
+@pytest.mark.skipif(not all(map(shutil.which, ("g++", *ARM))), reason=f"needs g++, {' and '.join(ARM)}")
+def test_arm_computes_the_same_bits_by_emulation(tmp_path: Path) -> None:
+    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-trapping-math", "-pthread", "-DEDGEXPERT_NEON"]
+    sources = [f"csrc/{name}.cpp" for name in ("kernels", "dense", "select", "pool", "dispatch", "isa_portable")]
+    driver = ["tests/kernels/same_bits.cpp", *sources]
+
+    def compile_with(*command: str) -> None:
+        subprocess.run(command, check=True, cwd=ROOT)
+
+    def results(*command: str) -> dict[str, list[str]]:
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        parts = [part.split("\n") for part in printed.split("isa ")[1:]]
+        return {name: lines for name, *lines in parts}
+
+    here, arm, neon = (str(tmp_path / name) for name in ("here", "arm", "neon.o"))
+    compile_with("g++", *options, "-UEDGEXPERT_NEON", *driver, "-o", here)
+    compile_with(ARM[0], *options, "-march=armv8.2-a+dotprod", "-c", "csrc/isa_neon.cpp", "-o", neon)
+    compile_with(ARM[0], *options, *driver, neon, "-static", "-o", arm)
+
+    expected = results(here)["portable"]
+    assert len(expected) > 190
+    assert results(ARM[1], arm) == {"neon": expected, "portable": expected}
+    assert results(ARM[1], "-cpu", "cortex-a53", arm) == {"portable": expected}, "this processor has no dot product"

@@ -4,7 +4,7 @@ Each function has the signature, the result and the shapes of its namesake in `e
 give the same bits; a token's result is the same whatever other tokens share the call and however many threads run. Against
 PyTorch, 4- and 8-bit products are equal bit for bit; activation functions (and 16-bit products) differ in the last places.
 
-``EDGEXPERT_KERNELS`` = auto | avx512 | avx2 | portable | torch chooses; auto takes the best that this processor has.
+``EDGEXPERT_KERNELS`` = auto | avx512 | avx2 | neon | portable | torch chooses; auto takes the best that this processor has.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ try:
 except ImportError:  # installed without a compiler
     _native = None
 
-PATHS = ("auto", "avx512", "avx2", "portable", "torch")
+PATHS = ("auto", "avx512", "avx2", "neon", "portable", "torch")
 MAX_THREADS = 1024
 _ACTIVATIONS = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "identity"))}
 
 
 @cache
 def path() -> str:
-    """What computes: "avx512", "avx2", "portable", or "torch" where the compiled kernels are absent or not wanted."""
+    """What computes: "avx512", "avx2", "neon", "portable", or "torch" where the compiled kernels are absent or not wanted."""
     wanted = os.environ.get("EDGEXPERT_KERNELS", "auto")
     if wanted not in PATHS:
         raise UserError(f"EDGEXPERT_KERNELS is {wanted}; set it to one of {', '.join(PATHS)}")
