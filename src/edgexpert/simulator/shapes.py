@@ -213,7 +213,7 @@ def model_named(name: str) -> ModelShape:
         UserError: there is none; lists those there are.
     """
     if name in MODELS:
-        folder = files("edgexpert.simulator") / "models"
+        folder = files("edgexpert") / "published"
         config, draft = (json.loads((folder / f"{name}{kind}.json").read_text("utf-8")) for kind in ("", ".draft"))
         return ModelShape.of(config, draft, name)
     bundled = Path(str(files("edgexpert"))) / "models" / name  # the models that come with the runtime

@@ -11,6 +11,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -31,30 +32,9 @@ STD_OF_CODES = {4: (255 / 12) ** 0.5, 8: (254**2 / 12) ** 0.5}
 """Of codes that are uniformly random: 16 values, and about 255."""
 TOKENIZER = "stories"
 
-SHAPES: dict[str, dict[str, object]] = {
-    "granite-1b-a400m": dict(
-        model_type="granitemoe", vocab_size=49155, hidden_size=1024, intermediate_size=512, num_hidden_layers=24,
-        num_attention_heads=16, num_key_value_heads=8, num_local_experts=32, num_experts_per_tok=8, tie_word_embeddings=True,
-        max_position_embeddings=4096, embedding_multiplier=12.0, attention_multiplier=0.015625, residual_multiplier=0.22,
-        logits_scaling=6.0,
-    ),
-    "olmoe-1b-7b": dict(
-        model_type="olmoe", vocab_size=50304, hidden_size=2048, intermediate_size=1024, num_hidden_layers=16,
-        num_attention_heads=16, num_key_value_heads=16, num_experts=64, num_experts_per_tok=8, max_position_embeddings=4096,
-    ),
-    "deepseek-v2-lite": dict(
-        model_type="deepseek_v2", vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408,
-        num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64, num_experts_per_tok=6,
-        n_shared_experts=2, first_k_dense_replace=1, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
-        qk_rope_head_dim=64, v_head_dim=128, norm_topk_prob=False, topk_method="greedy", max_position_embeddings=32768,
-    ),
-    "qwen3-30b-a3b": dict(
-        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
-        num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
-        num_experts_per_tok=8, norm_topk_prob=True, rope_theta=1000000.0, max_position_embeddings=40960,
-    ),
-}
-"""The published configurations, as far as shapes and speed go."""
+PUBLISHED = Path(str(files("edgexpert"))) / "published"
+"""Configurations of published models, as far as shapes and speed go."""
+SHAPES = sorted(path.stem for path in PUBLISHED.glob("*.json") if not path.stem.endswith(".draft"))
 
 
 class DummySource(Source):
@@ -113,10 +93,7 @@ class DummySource(Source):
 
 def dummy_config(name: str) -> PreTrainedConfig:
     """The configuration of a shape by name, or of a config.json."""
-    if name in SHAPES:
-        shape = dict(SHAPES[name])
-        return CONFIG_MAPPING[str(shape.pop("model_type"))](**shape)
-    path = Path(name).expanduser()
+    path = PUBLISHED / f"{name}.json" if name in SHAPES else Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise UserError(f"there is no shape {name!r}: give {', '.join(SHAPES)}, or a config.json")
