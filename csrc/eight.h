@@ -44,6 +44,9 @@ constexpr int kSums = 8;  // vectors of eight sums that registers hold beside wh
 typedef float Eight __attribute__((vector_size(32), aligned(4), may_alias));
 typedef std::int32_t EightIntegers __attribute__((vector_size(32), aligned(4), may_alias));
 
+// Not by memcpy, which gcc 12 takes through integer registers.
+inline Eight eight(const float* p) { return *reinterpret_cast<const Eight*>(p); }
+inline void store(float* p, Eight x) { *reinterpret_cast<Eight*>(p) = x; }
 inline Eight exp_negative(Eight x) { return exp_negative_of<Eight, EightIntegers>(x); }
 inline Eight larger_of(Eight a, Eight b) { return a > b ? a : b; }
 
@@ -72,7 +75,7 @@ inline __attribute__((always_inline)) Eight sum_lanes(const Eight* x) {
 
 // out[c * stride + r] = rows[r][at + c] for eight rows r and columns c.
 inline __attribute__((always_inline)) void transpose_eight(const float* const* rows, std::int64_t at, float* out, std::int64_t stride) {
-  const auto put = [=](std::int64_t c, Eight x) { std::memcpy(out + c * stride, &x, sizeof x); };
+  const auto put = [=](std::int64_t c, Eight x) { store(out + c * stride, x); };
   const auto four_columns = [=](std::int64_t c, Eight w, Eight x, Eight y, Eight z) __attribute__((always_inline)) {
     const Eight wx = pick<0, 8, 1, 9, 4, 12, 5, 13>(w, x), yz = pick<0, 8, 1, 9, 4, 12, 5, 13>(y, z);
     const Eight WX = pick<2, 10, 3, 11, 6, 14, 7, 15>(w, x), YZ = pick<2, 10, 3, 11, 6, 14, 7, 15>(y, z);
@@ -83,7 +86,7 @@ inline __attribute__((always_inline)) void transpose_eight(const float* const* r
   };
   Eight low[4], high[4];  // halves of rows k and k + 4
   for (int k = 0; k < 4; ++k) {
-    const Eight x = *reinterpret_cast<const Eight*>(rows[k] + at), y = *reinterpret_cast<const Eight*>(rows[k + 4] + at);
+    const Eight x = eight(rows[k] + at), y = eight(rows[k + 4] + at);
     low[k] = pick<0, 1, 2, 3, 8, 9, 10, 11>(x, y);
     high[k] = pick<4, 5, 6, 7, 12, 13, 14, 15>(x, y);
   }
@@ -106,6 +109,14 @@ struct Eight {
   Four low, high;
   float operator[](int i) const { return i < 4 ? low[i] : high[i - 4]; }
 };
+
+inline Four four(const float* p) { return *reinterpret_cast<const Four*>(p); }
+inline void store(float* p, Four x) { *reinterpret_cast<Four*>(p) = x; }
+inline Eight eight(const float* p) { return {four(p), four(p + 4)}; }
+inline void store(float* p, Eight x) {
+  store(p, x.low);
+  store(p + 4, x.high);
+}
 
 inline Eight operator+(Eight a, Eight b) { return {a.low + b.low, a.high + b.high}; }
 inline Eight operator*(Eight a, Eight b) { return {a.low * b.low, a.high * b.high}; }
@@ -132,19 +143,19 @@ inline __attribute__((always_inline)) Eight sum_lanes(const Eight* x) {
     const Four a = x.low + x.high, b = y.low + y.high;
     return pick<0, 1, 4, 5>(a, b) + pick<2, 3, 6, 7>(a, b);
   };
-  const auto four = [=](const Eight* x) {
+  const auto sums = [=](const Eight* x) {
     const Four a = two(x[0], x[1]), b = two(x[2], x[3]);
     return pick<0, 2, 4, 6>(a, b) + pick<1, 3, 5, 7>(a, b);
   };
-  return {four(x), four(x + 4)};
+  return {sums(x), sums(x + 4)};
 }
 
 // out[c * stride + r] = rows[r][at + c] for eight rows r and columns c.
 inline __attribute__((always_inline)) void transpose_eight(const float* const* rows, std::int64_t at, float* out, std::int64_t stride) {
   for (int r = 0; r < 8; r += 4)
     for (int c = 0; c < 8; c += 4) {
-      const auto row = [=](int k) { return *reinterpret_cast<const Four*>(rows[r + k] + at + c); };
-      const auto put = [=](int k, Four x) { std::memcpy(out + (c + k) * stride + r, &x, sizeof x); };
+      const auto row = [=](int k) { return four(rows[r + k] + at + c); };
+      const auto put = [=](int k, Four x) { store(out + (c + k) * stride + r, x); };
       const Four ab = pick<0, 4, 1, 5>(row(0), row(1)), cd = pick<0, 4, 1, 5>(row(2), row(3));
       const Four AB = pick<2, 6, 3, 7>(row(0), row(1)), CD = pick<2, 6, 3, 7>(row(2), row(3));
       put(0, pick<0, 1, 4, 5>(ab, cd));
@@ -155,13 +166,6 @@ inline __attribute__((always_inline)) void transpose_eight(const float* const* r
 }
 
 #endif
-
-inline Eight eight(const float* p) {
-  Eight x;
-  std::memcpy(&x, p, sizeof x);
-  return x;
-}
-inline void store(float* p, Eight x) { std::memcpy(p, &x, sizeof x); }
 
 // The first n < 8 of eight floats; the others are 0.
 inline Eight first_of(const float* p, std::int64_t n) {
