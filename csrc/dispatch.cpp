@@ -2,6 +2,9 @@
 
 #include "isa.h"
 
+#ifdef EDGEXPERT_AVX2
+#include <cpuid.h>
+#endif
 #if defined(EDGEXPERT_NEON) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -9,6 +12,13 @@
 
 namespace edgexpert {
 namespace {
+
+#ifdef EDGEXPERT_AVX2
+bool has_f16c() {  // clang's __builtin_cpu_supports does not know it
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
 
 #ifdef EDGEXPERT_NEON
 bool has_dot_product() {
@@ -31,7 +41,7 @@ const Isa* find(std::string_view name) {
 #endif
 #endif
 #ifdef EDGEXPERT_AVX2
-  if ((name == "avx2" || name == "auto") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) return &isa_avx2;
+  if ((name == "avx2" || name == "auto") && __builtin_cpu_supports("avx2") && has_f16c()) return &isa_avx2;
 #endif
 #ifdef EDGEXPERT_NEON
   if ((name == "neon" || name == "auto") && has_dot_product()) return &isa_neon;

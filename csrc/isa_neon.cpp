@@ -76,7 +76,10 @@ struct Neon {
       }
     }
     static void store(const float* sums, float* out) {
-      for (int k = 0; k < 8; ++k) vst2q_f32(out + 8 * k, {{vld1q_f32(sums + 8 * k), vld1q_f32(sums + 8 * k + 4)}});
+      for (int k = 0; k < 8; ++k) {
+        const float32x4x2_t both = {{vld1q_f32(sums + 8 * k), vld1q_f32(sums + 8 * k + 4)}};
+        vst2q_f32(out + 8 * k, both);
+      }
     }
   };
 

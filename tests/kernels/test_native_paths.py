@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -107,3 +108,20 @@ def test_arm_computes_the_same_bits_by_emulation(tmp_path: Path) -> None:
     assert len(expected) > 190
     assert results(ARM[1], arm) == {"neon": expected, "portable": expected}
     assert results(ARM[1], "-cpu", "cortex-a53", arm) == {"portable": expected}, "this processor has no dot product"
+
+
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="needs clang++")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles the kernels of x86")
+def test_clang_compiles_the_kernels() -> None:
+    flags = {
+        "isa_avx2": ["-mavx2", "-mf16c"],
+        "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"],
+    }
+    options = ["-std=c++20", "-fsyntax-only", "-Wall", "-DEDGEXPERT_AVX2", "-DEDGEXPERT_AVX512"]
+    for source in sorted((ROOT / "csrc").glob("*.cpp")):
+        if source.stem not in ("module", "isa_neon"):
+            subprocess.run(["clang++", *options, *flags.get(source.stem, []), source], check=True)
+    if shutil.which(ARM[0]):  # brings the headers of Arm
+        arm = ["--target=aarch64-linux-gnu", "-march=armv8.2-a+dotprod", "-std=c++20", "-fsyntax-only", "-DEDGEXPERT_NEON"]
+        for name in ("isa_neon", "isa_portable", "dispatch", "dense"):
+            subprocess.run(["clang++", *arm, ROOT / "csrc" / f"{name}.cpp"], check=True)
