@@ -1,8 +1,8 @@
 """GPTQ over a whole model: what its matrices see on a calibration text, layer by layer.
 
 One layer at a time is in memory: its experts come from the source while they are rounded, and stay in float32 until the layer
-has made the inputs of the next. These inputs are in memory too: 65,536 tokens of H floats are half a gigabyte at H = 2048, less
-than a layer of the models that are large. The router and the experts of one layer see the same number of floats once more.
+has made the inputs of the next. These inputs are in memory too, and once more what the layer's experts are given: for 65,536
+tokens half a gigabyte each at H = 2048, less than such a layer takes, so that a file would only be slower.
 
 A layer's inputs come from the layers before it as they were rounded; within a layer its own float weights make them, except that
 the inputs of an expert's down matrix come from its rounded gate and up.
@@ -40,7 +40,6 @@ PRIOR_TOKENS = 256
 VALUES_AT_ONCE = 1 << 26
 """Floats in the matrices and Hessians of the experts that are rounded side by side."""
 
-
 Rounded = tuple[str, list[PackedMatrix], dict[str, Any]]
 """A parameter's name, its packed matrices (one for each expert), and what the manifest says about them."""
 Run = Callable[[Tensor], Tensor]
@@ -77,8 +76,7 @@ def round_layers(source: Source, layout: Layout, options: Options, sequences: li
         stem = f"{model.base_model_prefix}.layers.{number}."
         _load(model, source, (name for name in model.state_dict() if name.startswith(stem) and name not in layout.experts))
         run = partial(_run, layer, arguments[number])
-        linears = {f"{stem}{name}.weight": module for name, module in layer.named_modules()}
-        linears = {name: module for name, module in linears.items() if name in layout.linears}
+        linears = {name: m for path, m in layer.named_modules() if (name := f"{stem}{path}.weight") in layout.linears}
         hessians, routed = _observe(run, hidden, linears, blocks.get(number))
         for name, linear in linears.items():
             weight = linear.weight.t()
@@ -216,7 +214,7 @@ def _round_some(
     packed: dict[int, PackedMatrix] = {}
     for first in range(0, len(enough), at_once):
         experts = enough[first : first + at_once]
-        hessians = torch.stack([x.t() @ x for x in map(inputs, experts)]) + prior
+        hessians = torch.stack([x.t() @ x for x in map(inputs, experts)]).add_(prior)
         packed.update(zip(experts, gptq(weights[experts], hessians, bits, options.group_size, options.zero_point), strict=True))
     return [
         packed[expert] if expert in packed else quantise(weight, bits, options.group_size, options.zero_point)
