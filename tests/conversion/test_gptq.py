@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from edgexpert.conversion.calibration import ENOUGH_TOKENS
+from edgexpert.conversion.calibration import ENOUGH_TOKENS, PRIOR_TOKENS, calibration_tokens
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.gptq import gptq
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.errors import UserError
 from edgexpert.kernels.packed import dequantise
+from edgexpert.model.blocks import decoder_layers, find_blocks
 from edgexpert.model.loading import bundled_folder, load_model
 from edgexpert.packing.matrix import quantise
-from tests.conversion.conftest import checkpoint, float_weights
+from tests.conversion.conftest import TINY, checkpoint, float_weights
 
 
 @pytest.mark.parametrize(("bits", "zero_point"), [(4, False), (4, True), (8, False)])
@@ -83,6 +84,57 @@ def test_the_bundled_model_loses_less_on_held_out_text_than_by_rounding(tmp_path
         increase[method] = float((plain.exp() * (plain - rounded)).sum(-1).mean())
     assert 0 < increase["gptq"] < 0.9 * increase["rtn"]
     assert all(fallback["tokens"] < ENOUGH_TOKENS for fallback in manifest.rtn_fallbacks)
+
+
+@pytest.mark.parametrize("family", TINY)
+@torch.no_grad()
+def test_layer_by_layer_the_weights_are_bit_for_bit_those_of_a_model_that_is_in_memory_whole(family: str, tmp_path: Path) -> None:
+    _, source = checkpoint(family, tmp_path / "source")
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 7)
+    manifest = convert(source, tmp_path / "out", Options(4, 8, "gptq"), calibration=tmp_path / "text.txt")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    written, blocks = float_weights(tmp_path / "out"), {block.layer: block for block in find_blocks(model)}
+    sequences = calibration_tokens(source, tmp_path / "text.txt")
+    assert len({sequence.shape for sequence in sequences}) == 2
+    for number, layer in enumerate(decoder_layers(model)):
+        names = [name for name in written if name.startswith(f"model.layers.{number}.")]
+        modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
+        linears = {name: module for name, module in modules.items() if name in manifest.linears}
+        watched = [*linears.values(), *([blocks[number].experts] if number in blocks else [])]
+        given = inputs_of(watched, model, sequences)
+        for name, linear in linears.items():
+            hessian = torch.zeros(linear.in_features, linear.in_features)
+            for (x, *_) in given[linear]:
+                hessian.addmm_(x.flatten(0, -2).t(), x.flatten(0, -2))
+            assert torch.equal(written[name], dequantise(gptq(linear.weight.t()[None], hessian[None], 4, 8)[0]).t()), name
+        if number in blocks:
+            experts = blocks[number].experts
+            x = torch.cat([x.flatten(0, -2) for x, *_ in given[experts]])
+            chosen = torch.cat([chosen for _, chosen, *_ in given[experts]])
+            prior = x.t() @ x * (PRIOR_TOKENS / len(x))
+            for expert in range(blocks[number].num_experts):
+                own = x[(chosen == expert).any(1)]
+                if len(own) < ENOUGH_TOKENS:
+                    continue
+                weights = blocks[number].weights()
+                stem = next(name for name, module in modules.items() if module is experts).rpartition(".")[0]
+                gate_up = dequantise(gptq(weights.gate_up[[expert]], (own.t() @ own + prior)[None], 4, 8)[0])
+                assert torch.equal(written[f"{stem}.gate_up_proj"][expert], gate_up.t())
+                inside = weights.apply_gate(own @ gate_up)
+                down = dequantise(gptq(weights.down[[expert]], (inside.t() @ inside)[None], 4, 8)[0])
+                assert torch.equal(written[f"{stem}.down_proj"][expert], down.t())
+        layer.load_state_dict({name.removeprefix(f"model.layers.{number}."): written[name] for name in names})
+
+
+def inputs_of(modules: list[torch.nn.Module], model: PreTrainedModel, sequences: list[Tensor]) -> dict:
+    """The arguments of each call of some modules while a model reads sequences."""
+    given: dict = {module: [] for module in modules}
+    handles = [module.register_forward_pre_hook(lambda module, args: given[module].append(args)) for module in modules]
+    for sequence in sequences:
+        model(input_ids=sequence, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return given
 
 
 def test_experts_that_see_too_few_tokens_are_rounded_to_nearest_and_listed(tmp_path: Path) -> None:

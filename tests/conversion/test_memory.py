@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
+from edgexpert.conversion import calibration
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
+from tests.conftest import make_tokenizer
 
 LAYERS = 8
 SHAPE = dict(
@@ -21,6 +24,7 @@ SHAPE = dict(
 )
 LAYER_BYTES = 2 * 16 * 3 * 256 * 256
 PROCESS = Path("/proc/self")
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 def resident(field: str) -> int:
@@ -61,3 +65,23 @@ def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     before = resident("VmRSS")
     convert(source, tmp_path / "out", Options(4))
     assert resident("VmHWM") - before < 2 * LAYER_BYTES + (8 << 20)  # the model has eight layers
+
+
+@pytest.mark.skipif(not (PROCESS / "clear_refs").exists(), reason="peak memory can only be reset on Linux")
+def test_gptq_has_one_layer_in_float32_and_what_goes_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "VALUES_AT_ONCE", 1 << 20)  # a few experts at a time, as of a large model
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 4 << 20)  # what is freed goes back to the system, as all above 32 MB does
+    for name, layers, experts in (("small", 1, 2), ("large", LAYERS, 16)):
+        write_checkpoint(tmp_path / name, layers, experts)
+        make_tokenizer().save_pretrained(tmp_path / name)
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox. " * 40)
+    options = Options(4, 32, "gptq")
+    convert(open_source(str(tmp_path / "small")), tmp_path / "warm", options, calibration=text)
+    source = open_source(str(tmp_path / "large"))
+    (PROCESS / "clear_refs").write_text("5")
+    before = resident("VmRSS")
+    convert(source, tmp_path / "out", options, calibration=text)
+    peak = resident("VmHWM") - before
+    # a layer in float32 is two of the checkpoint's; the rounding of a few experts takes some 16 MB here; the model takes 101 MB
+    assert peak < 2 * LAYER_BYTES + (24 << 20)

@@ -1,32 +1,35 @@
 """GPTQ over a whole model: what its matrices see on a calibration text, layer by layer.
 
-The model is in memory in float32, which bounds this method to models that fit. A layer's inputs come from the layers before it
-as they were rounded; within a layer its own float weights make them, except that the inputs of an expert's down matrix come
-from its rounded gate and up.
+One layer at a time is in memory: its experts come from the source while they are rounded, and stay in float32 until the layer
+has made the inputs of the next. These inputs are in memory too, and once more what the layer's experts are given: for 65,536
+tokens half a gigabyte each at H = 2048, less than such a layer takes, so that a file would only be slower.
+
+A layer's inputs come from the layers before it as they were rounded; within a layer its own float weights make them, except that
+the inputs of an expert's down matrix come from its rounded gate and up.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from edgexpert.conversion.gptq import gptq
 from edgexpert.conversion.layout import Layout
 from edgexpert.conversion.options import Options
-from edgexpert.conversion.sources.source import Source
+from edgexpert.conversion.sources.source import Source, meta_model
 from edgexpert.errors import UserError
 from edgexpert.kernels.packed import PackedMatrix, dequantise
 from edgexpert.model.blocks import MoeBlock, decoder_layers, find_blocks
-from edgexpert.packing.matrix import quantise
+from edgexpert.model.packed import fill_buffers
+from edgexpert.packing.matrix import quantise, relative_error
 
 SEQUENCES = 128
 LENGTH = 512
@@ -37,15 +40,10 @@ PRIOR_TOKENS = 256
 VALUES_AT_ONCE = 1 << 26
 """Floats in the matrices and Hessians of the experts that are rounded side by side."""
 
-
-@dataclass(eq=False)
-class Rounded:
-    """One parameter's packed matrices, a matrix for each expert, and the experts that were rounded to nearest."""
-
-    name: str
-    matrices: list[PackedMatrix]
-    weights: list[Tensor]  # float32 [C, N], before rounding
-    fallbacks: list[dict[str, Any]] = field(default_factory=list)
+Rounded = tuple[str, list[PackedMatrix], dict[str, Any]]
+"""A parameter's name, its packed matrices (one for each expert), and what the manifest says about them."""
+Run = Callable[[Tensor], Tensor]
+"""From a layer's inputs to its outputs, [1, S, H], of one sequence."""
 
 
 def calibration_tokens(source: Source, file: Path) -> list[Tensor]:
@@ -70,55 +68,67 @@ def calibration_tokens(source: Source, file: Path) -> list[Tensor]:
 
 def round_layers(source: Source, layout: Layout, options: Options, sequences: list[Tensor]) -> Iterator[Rounded]:
     """GPTQ of every parameter of the decoder layers, in their order."""
-    model = load_float(source)
+    model = meta_model(source.config).eval()
     layers = decoder_layers(model)
-    prefix = next(name for name, module in model.named_modules() if module is layers)
     blocks = {block.layer: block for block in find_blocks(model)}
-    hidden, arguments = _first_inputs(model, layers, sequences)
+    hidden, arguments = _first_inputs(model, source, sequences)
     for number, layer in enumerate(layers):
-        run = partial(_run_layer, layer, hidden, arguments[number])
-        linears = {f"{prefix}.{number}.{name}.weight": m for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
-        linears = {name: module for name, module in linears.items() if name in layout.linears}
-        hessians, routed = _observe(run, linears, blocks.get(number))
+        stem = f"{model.base_model_prefix}.layers.{number}."
+        _load(model, source, (name for name in model.state_dict() if name.startswith(stem) and name not in layout.experts))
+        run = partial(_run, layer, arguments[number])
+        linears = {name: m for path, m in layer.named_modules() if (name := f"{stem}{path}.weight") in layout.linears}
+        hessians, routed = _observe(run, hidden, linears, blocks.get(number))
         for name, linear in linears.items():
-            yield _round_linear(name, linear, hessians[name], layout, options)
+            weight = linear.weight.t()
+            packed = gptq(weight[None], hessians[name][None], layout.linears[name].bits, options.group_size, options.zero_point)
+            yield name, packed, {"errors": [relative_error(weight, packed[0])]}
+            _put(model, name, dequantise(packed[0]).t())
         if routed is not None:
-            yield from _round_experts(blocks[number], routed, layout, options)
-        hidden = run()
+            yield from _round_experts(model, source, blocks[number], routed, layout, options)
+        for i, x in enumerate(hidden):
+            hidden[i] = run(x)
+        layer.to("meta")
 
 
-def load_float(source: Source) -> PreTrainedModel:
-    """The source's model in float32."""
-    model = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32).eval()
-    state = model.state_dict()
-    for name, parameter in state.items():
-        parameter.copy_(source.read(name))
-    return model
+def _load(model: PreTrainedModel, source: Source, names: Iterable[str]) -> None:
+    for name in names:
+        _put(model, name, source.read(name))
+
+
+def _put(model: PreTrainedModel, name: str, weight: Tensor) -> None:
+    """Gives a parameter that had no memory its weights, in float32."""
+    model.load_state_dict({name: weight.float().contiguous()}, strict=False, assign=True)
 
 
 def _first_inputs(
-    model: PreTrainedModel, layers: nn.ModuleList, sequences: list[Tensor]
-) -> tuple[list[Tensor], list[list[dict[str, Any]]]]:
-    """Inputs of the first layer for each sequence, and the other arguments of every layer for each sequence."""
+    model: PreTrainedModel, source: Source, sequences: list[Tensor]
+) -> tuple[list[Tensor], list[dict[int, dict[str, Any]]]]:
+    """Inputs of the first layer for each sequence, and each layer's other arguments by the length of the sequence, on which alone
+    they depend."""
+    layers, stem = decoder_layers(model), f"{model.base_model_prefix}."
     hidden: list[Tensor] = []
-    arguments: list[list[dict[str, Any]]] = [[] for _ in layers]
+    arguments: list[dict[int, dict[str, Any]]] = [{} for _ in layers]
 
-    def keep(number: int, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+    def pass_on(number: int, hidden_states: Tensor, **others: Any) -> Tensor:
         if number == 0:
-            hidden.append(args[0] if args else kwargs["hidden_states"])
-        arguments[number].append({name: value for name, value in kwargs.items() if name != "hidden_states"})
+            hidden.append(hidden_states)
+        arguments[number][hidden_states.shape[1]] = others
+        return hidden_states
 
-    handles = [layer.register_forward_pre_hook(partial(keep, i), with_kwargs=True) for i, layer in enumerate(layers)]
+    _load(model, source, (n for n in model.state_dict() if n.startswith(stem) and not n.startswith(f"{stem}layers.")))
+    fill_buffers(model)
+    for number, layer in enumerate(layers):
+        layer.forward = partial(pass_on, number)
     for tokens in sequences:
-        model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-    for handle in handles:
-        handle.remove()
+        model.base_model(input_ids=tokens, use_cache=False)
+    for layer in layers:
+        del layer.forward
+    model.to("meta")
     return hidden, arguments
 
 
-def _run_layer(layer: nn.Module, hidden: list[Tensor], arguments: list[dict[str, Any]]) -> list[Tensor]:
-    outputs = (layer(x, **other) for x, other in zip(hidden, arguments, strict=True))
-    return [output[0] if isinstance(output, tuple) else output for output in outputs]
+def _run(layer: nn.Module, arguments: dict[int, dict[str, Any]], x: Tensor) -> Tensor:
+    return layer(x, **arguments[x.shape[1]])
 
 
 @dataclass(eq=False)
@@ -133,80 +143,80 @@ class Routed:
 
 
 def _observe(
-    run: Callable[[], Any], linears: dict[str, nn.Linear], block: MoeBlock | None
+    run: Run, hidden: list[Tensor], linears: dict[str, nn.Module], block: MoeBlock | None
 ) -> tuple[dict[str, Tensor], Routed | None]:
-    """Runs a layer and returns the Hessian of every linear layer's inputs, and the inputs of the experts."""
-    hessians = {name: torch.zeros(linear.in_features, linear.in_features) for name, linear in linears.items()}
+    """Runs a layer without its experts, which none of its other inputs depend on, and returns the Hessian of every linear layer's
+    inputs, and the inputs of the experts."""
+    hessians: dict[str, Tensor] = {}
     given: list[tuple[Tensor, Tensor]] = []
 
-    def add(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def add(name: str, linear: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].flatten(0, -2)
-        hessians[name].addmm_(x.t(), x)
+        hessians.setdefault(name, torch.zeros(x.shape[1], x.shape[1])).addmm_(x.t(), x)
 
-    with _hooks([(linear, partial(add, name)) for name, linear in linears.items()] + (
-        [(block.experts, lambda module, args: given.append((args[0].flatten(0, -2), args[1].flatten(0, -2))))] if block else []
-    )):
-        run()
+    def leave_out(x: Tensor, experts: Tensor, *_: Tensor) -> Tensor:
+        given.append((x.flatten(0, -2), experts.flatten(0, -2)))
+        return torch.zeros_like(x)
+
+    handles = [linear.register_forward_pre_hook(partial(add, name)) for name, linear in linears.items()]
+    if block is not None:
+        block.experts.forward = leave_out
+    for x in hidden:
+        run(x)
+    for handle in handles:
+        handle.remove()
     if block is None:
         return hessians, None
+    del block.experts.forward
     return hessians, Routed(torch.cat([x for x, _ in given]), torch.cat([experts for _, experts in given]))
 
 
-@contextmanager
-def _hooks(pairs: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    handles = [module.register_forward_pre_hook(hook) for module, hook in pairs]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _round_linear(name: str, linear: nn.Linear, hessian: Tensor, layout: Layout, options: Options) -> Rounded:
-    weight = linear.weight.detach().t().clone()
-    packed = gptq(weight[None], hessian[None], layout.linears[name].bits, options.group_size, options.zero_point)[0]
-    linear.weight.copy_(dequantise(packed).t())
-    return Rounded(name, [packed], [weight])
-
-
-def _round_experts(block: MoeBlock, routed: Routed, layout: Layout, options: Options) -> Iterator[Rounded]:
-    """Both parameters of a layer's experts; the model's own are replaced by what they became."""
-    layer = next(layer for layer in layout.layers if layer.layer == block.layer)
-    weights = block.weights()
-    _, hidden, outputs = weights.gate_up.shape
-    at_once = max(1, VALUES_AT_ONCE // (hidden * (hidden + 3 * outputs)))
+def _round_experts(
+    model: PreTrainedModel, source: Source, block: MoeBlock, routed: Routed, layout: Layout, options: Options
+) -> Iterator[Rounded]:
+    """Both parameters of a layer's experts. The layer gets its weights back as they were rounded when the source's are gone."""
+    names = next(layer.parameters for layer in layout.layers if layer.layer == block.layer)
     counts = [len(routed.of(expert)) for expert in range(block.num_experts)]
     enough = [expert for expert, count in enumerate(counts) if count >= ENOUGH_TOKENS]
-    bias = weights.gate_up_bias
-    prior = routed.inputs.t() @ routed.inputs * (PRIOR_TOKENS / len(routed.inputs))
-    packed: dict[str, dict[int, PackedMatrix]] = {"gate_up": {}, "down": {}}
-    for first in range(0, len(enough), at_once):
-        experts = enough[first : first + at_once]
-        inputs = {expert: routed.of(expert) for expert in experts}
-        packed["gate_up"].update(_round_some(weights.gate_up, inputs, layer.gate_up.bits, options, prior))
-        for expert, x in inputs.items():
-            y = x @ dequantise(packed["gate_up"][expert])
-            inputs[expert] = weights.apply_gate(y if bias is None else y + bias[expert])
-        packed["down"].update(_round_some(weights.down, inputs, layer.down.bits, options, None))
-    few = [expert for expert in range(block.num_experts) if expert not in packed["down"]]
-    for part, parameter, bits in (("gate_up", weights.gate_up, layer.gate_up.bits), ("down", weights.down, layer.down.bits)):
-        for expert in few:
-            packed[part][expert] = quantise(parameter[expert], bits, options.group_size, options.zero_point)
-        matrices = [packed[part][expert] for expert in range(block.num_experts)]
-        rounded = Rounded(layer.parameters[part], matrices, list(parameter.detach().clone()))
+    module = block.weights()
+    packed: dict[str, list[PackedMatrix]] = {}
+
+    def given_to_down(expert: int) -> Tensor:
+        y = routed.of(expert) @ dequantise(packed["gate_up"][expert])
+        return module.apply_gate(y if module.gate_up_bias is None else y + module.gate_up_bias[expert])
+
+    average = routed.inputs.t() @ routed.inputs * (PRIOR_TOKENS / len(routed.inputs))
+    for part, inputs, prior in (("gate_up", routed.of, average), ("down", given_to_down, torch.zeros(()))):
+        name = names[part]
+        weights = layout.channel_major(name, source.read(name))
+        packed[part] = _round_some(weights, enough, inputs, prior, layout.matrix(name).bits, options)
+        facts: dict[str, Any] = {"errors": list(map(relative_error, weights, packed[part]))}
         if part == "gate_up":
-            rounded.fallbacks = [{"layer": block.layer, "expert": expert, "tokens": counts[expert]} for expert in few]
-        for expert, matrix in enumerate(matrices):
-            parameter[expert] = dequantise(matrix)
-        yield rounded
+            facts["rtn_fallbacks"] = [
+                {"layer": block.layer, "expert": expert, "tokens": count}
+                for expert, count in enumerate(counts) if count < ENOUGH_TOKENS
+            ]
+        yield name, packed[part], facts
+    del weights
+    for part, name in names.items():
+        whole = torch.empty(model.get_parameter(name).shape)
+        for matrix, weight in zip(packed[part], layout.channel_major(name, whole), strict=True):
+            weight.copy_(dequantise(matrix))
+        _put(model, name, whole)
 
 
 def _round_some(
-    parameter: Tensor, inputs: dict[int, Tensor], bits: int, options: Options, prior: Tensor | None
-) -> dict[int, PackedMatrix]:
-    """GPTQ of the matrices [E, C, N] of some experts, on the inputs [n, C] of each."""
-    hessians = torch.stack([x.t() @ x for x in inputs.values()])
-    if prior is not None:
-        hessians += prior
-    packed = gptq(parameter[list(inputs)], hessians, bits, options.group_size, options.zero_point)
-    return dict(zip(inputs, packed, strict=True))
+    weights: Tensor, enough: list[int], inputs: Callable[[int], Tensor], prior: Tensor, bits: int, options: Options
+) -> list[PackedMatrix]:
+    """The matrices [E, C, N] of all experts: GPTQ on the inputs [n, C] of those that have enough, the others to nearest."""
+    _, channels, outputs = weights.shape
+    at_once = max(1, VALUES_AT_ONCE // (channels * (channels + outputs)))
+    packed: dict[int, PackedMatrix] = {}
+    for first in range(0, len(enough), at_once):
+        experts = enough[first : first + at_once]
+        hessians = torch.stack([x.t() @ x for x in map(inputs, experts)]).add_(prior)
+        packed.update(zip(experts, gptq(weights[experts], hessians, bits, options.group_size, options.zero_point), strict=True))
+    return [
+        packed[expert] if expert in packed else quantise(weight, bits, options.group_size, options.zero_point)
+        for expert, weight in enumerate(weights)
+    ]

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from edgexpert.conversion.calibration import Rounded, calibration_tokens, round_layers
+from edgexpert.conversion.calibration import calibration_tokens, round_layers
 from edgexpert.conversion.layout import Layout, plan_layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
@@ -35,7 +34,7 @@ def convert(
     """Writes a packed checkpoint, or goes on where an interrupted conversion stopped.
 
     Rounding to nearest has one parameter in memory at a time: all experts' gate/up or down weights of one layer at most. GPTQ
-    has the whole model, and on resuming calculates again what is on disk already.
+    has one layer and its inputs, and on resuming calculates again what is on disk already.
 
     Args:
         calibration: the text that GPTQ learns from.
@@ -62,20 +61,15 @@ def convert(
 
     report()
     if sequences is not None:
-        for rounded in round_layers(source, layout, options, sequences):
-            if rounded.name not in writer.finished:
-                _write_rounded(writer, layout, rounded)
+        for name, matrices, facts in round_layers(source, layout, options, sequences):
+            if name not in writer.finished:
+                _write(writer, layout, name, iter(matrices), facts)
             report()
     for name in names:
         if name not in writer.finished:
             _convert_one(source, writer, layout, name, options)
             report()
     return writer.complete(source, options)
-
-
-def _write_rounded(writer: Writer, layout: Layout, rounded: Rounded) -> None:
-    errors = [relative_error(weight, packed) for weight, packed in zip(rounded.weights, rounded.matrices, strict=True)]
-    _write(writer, layout, rounded.name, iter(rounded.matrices), {"errors": errors, "rtn_fallbacks": rounded.fallbacks})
 
 
 def bytes_of(layout: Layout, name: str) -> int:
@@ -114,7 +108,7 @@ def _matrices(
         facts["errors"] = [] if source.dummy else [0.0] * count  # taken over as they are
         yield from ready
         return
-    parameter = channel_major(layout, name, source.read(name))
+    parameter = layout.channel_major(name, source.read(name))
     for weight in parameter:
         try:
             packed = quantise(weight, matrix.bits, options.group_size, options.zero_point)
@@ -122,10 +116,3 @@ def _matrices(
             raise UserError(f"the tensor {name} cannot be packed: {error}") from error
         facts["errors"].append(relative_error(weight, packed))
         yield packed
-
-
-def channel_major(layout: Layout, name: str, parameter: Tensor) -> Tensor:
-    """A parameter's matrices as a view [E or 1, C, N]."""
-    if name not in layout.experts:
-        return parameter.t()[None]
-    return parameter if layout.experts[name][0].transposed else parameter.transpose(1, 2)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import gcd
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from edgexpert.conversion.options import Options
@@ -76,6 +76,12 @@ class Layout:
             layer, part = self.experts[name]
             return getattr(layer, part)
         return self.linears[name]
+
+    def channel_major(self, name: str, parameter: Tensor) -> Tensor:
+        """A parameter's matrices as a view [E or 1, C, N]."""
+        if name not in self.experts:
+            return parameter.t()[None]
+        return parameter if self.experts[name][0].transposed else parameter.transpose(1, 2)
 
 
 def plan_layout(source: Source, options: Options) -> Layout:

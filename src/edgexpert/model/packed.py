@@ -47,7 +47,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
                 module._buffers[attribute] = tensor
             else:
                 module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
-    _fill_buffers(model)
+    fill_buffers(model)
     blocks = find_blocks(model)
     for block, layout in zip(blocks, pack.manifest.layers, strict=True):
         assert block.layer == layout.layer
@@ -84,10 +84,10 @@ def _activation(experts: Any, layout: LayerLayout) -> str:
     raise UserError(f"packed checkpoints do not have the activation of {type(experts).__name__}; use the original checkpoint")
 
 
-def _fill_buffers(model: PreTrainedModel) -> None:
+def fill_buffers(model: PreTrainedModel) -> None:
     """Computes what no checkpoint stores, such as rotary frequencies."""
     for module in model.modules():
-        if any(buffer.is_meta for buffer in module._buffers.values() if buffer is not None):
+        if any(module.get_buffer(name).is_meta for name in module._non_persistent_buffers_set):
             module.to_empty(device="cpu", recurse=False)
             model._init_weights(module)
 
