@@ -30,17 +30,19 @@ struct Neon {
   }
   static F float16(uint16x4_t h) { return vcvt_f32_f16(vreinterpret_f16_u16(h)); }
 
-  // Interleaves sixteen bytes of four rows; use(k, v) gets the quads of bytes 4k..4k+3.
+  // Interleaves 32 bytes of four rows; use(k, v) gets the quads of bytes 4k..4k+3.
   template <class Use>
   static __attribute__((always_inline)) void interleave(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
-    const uint8x16_t a = vld1q_u8(rows[0] + offset), b = vld1q_u8(rows[1] + offset);
-    const uint8x16_t c = vld1q_u8(rows[2] + offset), d = vld1q_u8(rows[3] + offset);
-    const uint16x8_t ab = vreinterpretq_u16_u8(vzip1q_u8(a, b)), cd = vreinterpretq_u16_u8(vzip1q_u8(c, d));
-    const uint16x8_t AB = vreinterpretq_u16_u8(vzip2q_u8(a, b)), CD = vreinterpretq_u16_u8(vzip2q_u8(c, d));
-    use(0, vreinterpretq_u8_u16(vzip1q_u16(ab, cd)));
-    use(1, vreinterpretq_u8_u16(vzip2q_u16(ab, cd)));
-    use(2, vreinterpretq_u8_u16(vzip1q_u16(AB, CD)));
-    use(3, vreinterpretq_u8_u16(vzip2q_u16(AB, CD)));
+    for (int half = 0; half < 2; ++half, offset += 16) {
+      const uint8x16_t a = vld1q_u8(rows[0] + offset), b = vld1q_u8(rows[1] + offset);
+      const uint8x16_t c = vld1q_u8(rows[2] + offset), d = vld1q_u8(rows[3] + offset);
+      const uint16x8_t ab = vreinterpretq_u16_u8(vzip1q_u8(a, b)), cd = vreinterpretq_u16_u8(vzip1q_u8(c, d));
+      const uint16x8_t AB = vreinterpretq_u16_u8(vzip2q_u8(a, b)), CD = vreinterpretq_u16_u8(vzip2q_u8(c, d));
+      use(4 * half, vreinterpretq_u8_u16(vzip1q_u16(ab, cd)));
+      use(4 * half + 1, vreinterpretq_u8_u16(vzip2q_u16(ab, cd)));
+      use(4 * half + 2, vreinterpretq_u8_u16(vzip1q_u16(AB, CD)));
+      use(4 * half + 3, vreinterpretq_u8_u16(vzip2q_u16(AB, CD)));
+    }
   }
 
   struct Sums {
@@ -62,11 +64,10 @@ struct Neon {
 
     template <class Use>
     static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
-      for (int half = 0; half < 2; ++half)
-        interleave(rows, offset + 16 * half, [&](int k, uint8x16_t quads) __attribute__((always_inline)) {
-          use(8 * half + 2 * k, vreinterpretq_s8_u8(vandq_u8(quads, vdupq_n_u8(15))));
-          use(8 * half + 2 * k + 1, vreinterpretq_s8_u8(vshrq_n_u8(quads, 4)));
-        });
+      interleave(rows, offset, [&](int k, uint8x16_t quads) __attribute__((always_inline)) {
+        use(2 * k, vreinterpretq_s8_u8(vandq_u8(quads, vdupq_n_u8(15))));
+        use(2 * k + 1, vreinterpretq_s8_u8(vshrq_n_u8(quads, 4)));
+      });
     }
     static void scales(const std::uint16_t* s, F* out) {
       for (int k = 0; k < 8; ++k) {
@@ -89,10 +90,7 @@ struct Neon {
 
     template <class Use>
     static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
-      for (int half = 0; half < 2; ++half)
-        interleave(rows, offset + 16 * half, [&](int k, uint8x16_t quads) __attribute__((always_inline)) {
-          use(4 * half + k, vreinterpretq_s8_u8(quads));
-        });
+      interleave(rows, offset, [&](int k, uint8x16_t quads) __attribute__((always_inline)) { use(k, vreinterpretq_s8_u8(quads)); });
     }
     static void scales(const std::uint16_t* s, F* out) {
       for (int k = 0; k < 8; ++k) out[k] = float16(vld1_u16(s + 4 * k));
