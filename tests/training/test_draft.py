@@ -121,6 +121,23 @@ def test_a_batch_is_a_function_of_the_step_and_an_epoch_sees_each_sequence_once(
     assert recipe.sequences(len(steps), captured) != steps[0]
 
 
+def test_a_training_begins_with_the_weights_and_the_map_of_another_draft(target: PreTrainedModel, states: Path, trained: Path,
+                                                                         tmp_path: Path) -> None:
+    again = replace(RECIPE, steps=1, learning_rate=1e-9)
+    finished = train_draft(target, again, states, tmp_path, start=trained / "draft")
+    before, after = (load_file(folder / "model.safetensors") for folder in (trained / "draft", finished))
+    assert before.keys() == after.keys()
+    for name in before:
+        torch.testing.assert_close(after[name], before[name], rtol=0, atol=1e-8, msg=name)
+
+
+def test_a_training_does_not_begin_from_a_draft_of_other_sizes(target: PreTrainedModel, states: Path, trained: Path,
+                                                               tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="draft_vocab_size"):
+        train_draft(target, replace(RECIPE, draft_vocab=30), states, tmp_path, start=trained / "draft")
+    assert not (tmp_path / "draft").exists()
+
+
 def test_another_recipe_does_not_resume(target: PreTrainedModel, states: Path, tmp_path: Path) -> None:
     train_draft(target, RECIPE, states, tmp_path, stop_at=1)
     with pytest.raises(UserError, match="another recipe"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -80,6 +80,14 @@ def draft(
     draft_vocab: Annotated[
         int | None, typer.Option(help="Tokens that the draft can propose. [default: all]", show_default=False)
     ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Its peak. [default: 0.001]", show_default=False)
+    ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", exists=True, file_okay=False, show_default=False,
+                     help="Begin with the weights of this EAGLE-3 draft, of an earlier version of the target, say."),
+    ] = None,
     kind: Annotated[Literal["eagle3", "medusa"], typer.Option(help="EAGLE-3, or --ttt Medusa heads.")] = "eagle3",
     format: Annotated[Literal["official", "speculators"], typer.Option(help="Layout of the finished draft.")] = "official",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
@@ -89,6 +97,8 @@ def draft(
     """Train a draft for a model, on what the model itself writes. With --recipe, options beside it override its own values."""
     if kind == "medusa" and format != "official":
         raise UserError("only EAGLE-3 drafts can be written in the speculators format; leave --format out")
+    if kind == "medusa" and start is not None:
+        raise UserError("only the training of an EAGLE-3 draft can begin from another one; leave --start out")
     if (recipe is None) != (corpus is None):
         raise UserError("--recipe and --corpus belong together; give both, or neither")
     if [text, chats, corpus].count(None) != 2:
@@ -103,7 +113,7 @@ def draft(
 
     if recipe is not None and recipe not in RECIPES:
         raise UserError(f"there is no recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
-    chosen = {"steps": steps, "ttt": ttt, "draft_vocab": draft_vocab}
+    chosen: dict[str, Any] = {"steps": steps, "ttt": ttt, "draft_vocab": draft_vocab, "learning_rate": learning_rate}
     base = DraftRecipe() if recipe is None else RECIPES[recipe]
     settings = replace(base, **{name: value for name, value in chosen.items() if value is not None})
     if has_checkpoint(out) and not resume:
@@ -120,7 +130,7 @@ def draft(
         folder = train_medusa(target, settings, states, out, evaluate=acceptance_length(engine, MedusaDraft, prompts))
     else:
         evaluate = acceptance_length(engine, Eagle3Draft, prompts)
-        folder = train_draft(target, settings, states, out, evaluate=evaluate, format=format)
+        folder = train_draft(target, settings, states, out, start=start, evaluate=evaluate, format=format)
     print_line(f"saved in {folder}; use it with --draft {folder}")
 
 

@@ -80,7 +80,7 @@ def teacher_logits(target: PreTrainedModel, hidden: Tensor, scale: float, ids: T
     weight, bias = head.weight, head.bias
     if ids is not None:
         weight, bias = weight[ids], None if bias is None else bias[ids]
-    return torch.nn.functional.linear(hidden, weight, bias) * scale
+    return torch.nn.functional.linear(hidden.to(weight.dtype), weight, bias) * scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +90,8 @@ class Batch:
     Attributes:
         tokens: int64 [B, S].
         loss_mask: bool [B, S]; False at padding.
-        features: inputs of the three fused layers, low to high, [B, S, 3 * H].
-        hidden: inputs of the target's ``lm_head``, [B, S, H].
+        features: inputs of the three fused layers, low to high, float32 [B, S, 3 * H].
+        hidden: inputs of the target's ``lm_head``, float32 [B, S, H].
         best: the target's most likely next token, int64 [B, S].
     """
 
@@ -229,6 +229,7 @@ class Captured:
             with safe_open(_shard(self.folder, index), "pt") as file:
                 for name in ("tokens", "loss_mask", "best", "features", "hidden"):
                     part = file.get_slice(name)[start : start + n]
+                    part = part.float() if part.is_floating_point() else part
                     if name not in states:
                         states[name] = part.new_zeros(len(indices), length, part.shape[-1])
                     states[name][row, :n] = part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Literal, cast
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.errors import UserError
-from edgexpert.speculation.checkpoint import save_eagle3
+from edgexpert.speculation.checkpoint import load_eagle3, save_eagle3
 from edgexpert.speculation.eagle3 import Eagle3Config, Eagle3Model
 from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits
 from edgexpert.training.corpus import documents, is_held_out
@@ -86,12 +87,28 @@ def initialise(draft: Eagle3Model, target: PreTrainedModel, scale: float, ids: T
     draft.lm_head.weight.copy_(target.get_output_embeddings().weight[ids] * scale)
 
 
+def begin_from(draft: Eagle3Model, start: Path, target: PreTrainedModel) -> None:
+    """First weights, and vocabulary map, of another draft: of an earlier version of the target, say.
+
+    Raises:
+        UserError: the other draft is of other sizes, or none for this target.
+    """
+    other = load_eagle3(start, target.config, draft.embed_tokens.weight)
+    differing = [field.name for field in fields(Eagle3Config)
+                 if getattr(other.config, field.name) != getattr(draft.config, field.name)]
+    if other.owns_embedding or differing:
+        raise UserError(f"the draft in {start} has {', '.join(differing) or 'an embedding'} of its own, so that this training "
+                        "cannot begin from it; leave it out, or give options that fit it")
+    draft.load_state_dict(other.state_dict())
+
+
 def train_draft(
     target: PreTrainedModel,
     recipe: DraftRecipe,
     states: Path,
     out: Path,
     *,
+    start: Path | None = None,
     evaluate: Callable[[Eagle3Model], float] | None = None,
     format: Literal["official", "speculators"] = "official",
     compile: bool = False,
@@ -101,6 +118,7 @@ def train_draft(
     """Trains ``recipe`` on the states that `capture` kept of ``target``, resuming from ``out`` when it holds a checkpoint.
 
     Args:
+        start: folder of a draft whose weights are the first ones; without it they are random.
         evaluate: acceptance length of a draft by real decoding, asked with every checkpoint.
         compile: fuses the loss with torch.compile, which needs a C++ compiler.
         stop_at: stop after this many steps, with a checkpoint, as an interruption would.
@@ -112,9 +130,12 @@ def train_draft(
     draft = new_draft(draft_config(target, recipe, captured), target)
     scale = logit_scale(target)
     if not has_checkpoint(out):
-        if draft.d2t is not None:  # only ever for a new draft: another map under trained weights would be noise
-            draft.set_vocabulary(captured.vocabulary(len(draft.d2t)).to(draft.d2t.device))
-        initialise(draft, target, scale, draft.to_target(torch.arange(draft.config.draft_vocab_size)), recipe.seed)
+        if start is not None:
+            begin_from(draft, start, target)
+        else:
+            if draft.d2t is not None:  # only ever for a new draft: another map under trained weights would be noise
+                draft.set_vocabulary(captured.vocabulary(len(draft.d2t)).to(draft.d2t.device))
+            initialise(draft, target, scale, draft.to_target(torch.arange(draft.config.draft_vocab_size)), recipe.seed)
     head = head_loss(draft.logits)
     if compile:
         head = torch.compile(head)

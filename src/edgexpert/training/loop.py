@@ -16,7 +16,7 @@ from torch import nn
 
 from edgexpert.errors import UserError
 from edgexpert.training.capture import Batch, Captured
-from edgexpert.training.model import keep_freed_memory, warm_cosine
+from edgexpert.training.model import fast_bfloat16, keep_freed_memory, warm_cosine
 from edgexpert.training.unroll import Depth
 
 
@@ -114,6 +114,7 @@ def fit(
         (out / "history.json").write_text(json.dumps(history, indent=0))
 
     device, last = trained[0].device, min(recipe.steps, stop_at or recipe.steps)
+    bfloat16 = device.type != "cpu" or fast_bfloat16()
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
                TextColumn("{task.fields[note]}"))
     with Progress(*columns) as progress:
@@ -123,7 +124,7 @@ def fit(
             batch = captured.batch(recipe.sequences(step, captured), recipe.ttt - 1).to(device)
             for group in optimizer.param_groups:
                 group["lr"] = recipe.rate(step)
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
                 depths = learn(batch)
             norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
             optimizer.step()

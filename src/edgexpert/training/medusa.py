@@ -70,7 +70,7 @@ def train_medusa(
         with torch.no_grad():
             teacher = teacher_logits(target, batch.hidden, scale).softmax(-1, dtype=torch.float32)
         n = batch.tokens.shape[1] - recipe.ttt
-        state, mask = batch.hidden[:, :n].float(), batch.loss_mask[:, 1:]
+        state, mask = batch.hidden[:, :n], batch.loss_mask[:, 1:]
         return learn(losses, [state] * recipe.ttt, teacher[:, 1:], batch.best[:, 1:], mask, torch.ones_like(mask),
                      lambda ids: ids, recipe.step_decay)
 
