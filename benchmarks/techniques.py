@@ -18,11 +18,12 @@ from rich.progress import track
 
 import edgexpert
 from common import BUNDLED_TEXTS, RESULTS, ModelName, Texts, cut_texts, machine, save
+from edgexpert.engine import Engine
 from edgexpert.policy import PRESETS
 from edgexpert.speculation.draft import TreeShape
 
 
-def measure(engine: Any, policy: str, prompt: list[int], truth: list[int], shape: TreeShape) -> dict[str, float]:
+def measure(engine: Engine, policy: str, prompt: list[int], truth: list[int], shape: TreeShape) -> dict[str, float]:
     """One policy on one text."""
     engine.set_policy(PRESETS[policy])
     score = engine.score(prompt, truth, shape)
@@ -38,6 +39,12 @@ def measure(engine: Any, policy: str, prompt: list[int], truth: list[int], shape
         "tpot_s": got.timing.tpot_s or 0.0,
         "experts": got.experts_per_layer_per_stage or 0.0,
     }
+
+
+def resolved(engine: Engine, policy: str) -> dict[str, Any]:
+    """A policy with the hyperparameters that it has on this model, those that the checkpoint brings along included."""
+    engine.set_policy(PRESETS[policy])
+    return engine.host.policy.to_json()
 
 
 def summarise(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -76,9 +83,7 @@ def main(
     about = {
         "model": model, "draft": engine.draft.name if engine.draft else "none", "texts": len(cut), "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens, "tree": vars(shape), **machine(), "plain_decoding_expert_kb_per_token": plain,
-        "policies": {policy: PRESETS[policy].resolved(
-            model_type=engine.host.config.model_type, num_experts=engine.host.num_experts, top_k=engine.host.top_k).to_json()
-            for policy in PRESETS},
+        "policies": {policy: resolved(engine, policy) for policy in PRESETS},
     }
     stem = out / f"techniques-{Path(model).name}"
     save(stem, {"about": about, "policies": table, "rows": rows}, as_markdown(table, about))
