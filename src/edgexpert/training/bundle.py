@@ -1,4 +1,4 @@
-"""Putting a trained model into the package: 8-bit weights, tokenizer, held-out texts, plots, and the draft beside it.
+"""Putting a trained model into the package: 8-bit weights, tokenizer, held-out texts, plots, and beside it the draft in bfloat16.
 
     python -m edgexpert.training.bundle RUN CORPUS [DRAFT]
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from edgexpert.model.bundled import save_packed
@@ -43,6 +44,9 @@ def bundle(run: Path, corpus: Path, draft: Path | None, out: Path) -> None:
     if draft is not None:
         shutil.rmtree(out / BESIDE_MODEL, ignore_errors=True)
         shutil.copytree(draft / "draft", out / BESIDE_MODEL)
+        weights = out / BESIDE_MODEL / "model.safetensors"
+        tensors = load_file(weights).items()
+        save_file({name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors}, weights)
         write_history(read_history(draft), out / BESIDE_MODEL)
         plot_draft(read_history(draft), out / BESIDE_MODEL / "training.png")
 
