@@ -36,17 +36,17 @@ class Cost(NamedTuple):
 
 def reuse_ladders(num_experts: int, top_k: int) -> list[Rungs]:
     """How many tokens are trivial, how few experts they get, and among how many. A minor token stands halfway to a major one."""
-    thetas = tuple({"theta1": theta, "theta2": theta / 2} for theta in (0.8, 1.2, 2.0, 4.0, 8.0))
+    thetas = tuple({"theta1": theta, "theta2": theta / 2} for theta in (0.8, 2.0, 4.0, 8.0))
     numbers = tuple({"n_tri": n, "n_min": math.ceil((n + top_k) / 2)} for n in range(top_k - 1, 0, -1))
     choices = tuple({"k_tri": min(k, num_experts), "k_min": (min(k, num_experts) + top_k) // 2}
-                    for k in (top_k, math.ceil(1.5 * top_k), 2 * top_k, 3 * top_k, 4 * top_k, 6 * top_k))
+                    for k in (top_k, 2 * top_k, 4 * top_k, 8 * top_k))
     return [thetas, numbers, choices]
 
 
 DECODE_LADDERS: list[Rungs] = [
-    tuple({"keep_mass": share} for share in (1.0, 0.998, 0.995, 0.99, 0.98, 0.97, 0.95)),
-    tuple({"keep_channels": share} for share in (0.95, 0.92, 0.9, 0.87, 0.85, 0.82, 0.8, 0.75, 0.7)),
-    tuple({"selection_ratio": ratio} for ratio in (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)),
+    tuple({"keep_mass": share} for share in (1.0, 0.998, 0.995, 0.99, 0.98, 0.95)),
+    tuple({"keep_channels": share} for share in (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)),
+    tuple({"selection_ratio": ratio} for ratio in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)),
 ]
 
 
@@ -104,7 +104,8 @@ def main(
     exact = measure(engine, PRESETS["exact"], cut, shape)
     reuse_only = replace(PRESETS["exact"], name="reuse only", prompt_wise_expert_reuse=True)
     ladders = reuse_ladders(engine.host.num_experts, engine.host.top_k)
-    chosen, _ = descend(engine, reuse_only, ladders, "prefill", exact.loss + math.log1p(reuse_budget), cut, shape)
+    small = TreeShape(size=8, depth=4)  # what reuse costs is paid in the prompt: the loss is that of any tree
+    chosen, _ = descend(engine, reuse_only, ladders, "prefill", exact.loss + math.log1p(reuse_budget), cut, small)
     reuse = {name: getattr(chosen, name) for ladder in ladders for name in ladder[0]}
     full = replace(PRESETS["edgexpert"], **reuse)
     chosen, cost = descend(engine, full, DECODE_LADDERS, "decode", exact.loss + math.log1p(budget), cut, shape)
