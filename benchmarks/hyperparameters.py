@@ -28,6 +28,10 @@ from edgexpert.speculation.draft import TreeShape
 Rungs = tuple[dict[str, float], ...]
 
 
+LEAST_WORTH = 5.0
+"""Share of bytes that a step must save for each nat it adds: nothing that saves less than 5 % may cost 1 % of perplexity."""
+
+
 class Cost(NamedTuple):
     loss: float  # nats a token
     prefill: float  # expert bytes
@@ -36,7 +40,7 @@ class Cost(NamedTuple):
 
 def reuse_ladders(num_experts: int, top_k: int) -> list[Rungs]:
     """How many tokens are trivial, how few experts they get, and among how many. A minor token stands halfway to a major one."""
-    thetas = tuple({"theta1": theta, "theta2": theta / 2} for theta in (0.8, 2.0, 4.0, 8.0))
+    thetas = tuple({"theta1": theta, "theta2": theta / 2} for theta in (0.8, 2.0, 4.0, 6.0, 8.0))
     numbers = tuple({"n_tri": n, "n_min": math.ceil((n + top_k) / 2)} for n in range(top_k - 1, 0, -1))
     choices = tuple({"k_tri": min(k, num_experts), "k_min": (min(k, num_experts) + top_k) // 2}
                     for k in (top_k, 2 * top_k, 4 * top_k, 8 * top_k))
@@ -79,7 +83,7 @@ def descend(engine: Engine, policy: Policy, ladders: list[Rungs], kind: str, mos
                 found = measure(engine, step, cut, shape)
                 saved = (getattr(cost, kind) - getattr(found, kind)) / getattr(cost, kind)
                 worth = saved / max(found.loss - cost.loss, 1e-4)
-                if found.loss <= most and saved > 0 and (best is None or worth > best[0]):
+                if found.loss <= most and worth >= LEAST_WORTH and (best is None or worth > best[0]):
                     best = worth, index, step, found
         if best is None:
             return policy, cost
@@ -92,11 +96,11 @@ def descend(engine: Engine, policy: Policy, ladders: list[Rungs], kind: str, mos
 def main(
     texts: Texts,
     model: ModelName = "stories",
-    prompt_tokens: int = 200,
-    new_tokens: int = 100,
-    limit: int = 16,
-    reuse_budget: Annotated[float, typer.Option(help="rise of perplexity that reuse may cost")] = 0.01,
-    budget: Annotated[float, typer.Option(help="rise of perplexity that all may cost together")] = 0.04,
+    prompt_tokens: int = 125,
+    new_tokens: int = 80,
+    limit: int = 24,
+    budget: Annotated[float, typer.Option(help="rise of perplexity that all may cost together")] = 0.03,
+    reuse_share: Annotated[float, typer.Option(help="share of it that reuse may take")] = 1 / 3,
     out: Annotated[Path, typer.Option(help="the file to write")] = Path("edgexpert.json"),
 ) -> None:
     engine, shape = edgexpert.load(model), TreeShape()
@@ -105,7 +109,7 @@ def main(
     reuse_only = replace(PRESETS["exact"], name="reuse only", prompt_wise_expert_reuse=True)
     ladders = reuse_ladders(engine.host.num_experts, engine.host.top_k)
     small = TreeShape(size=8, depth=4)  # what reuse costs is paid in the prompt: the loss is that of any tree
-    chosen, _ = descend(engine, reuse_only, ladders, "prefill", exact.loss + math.log1p(reuse_budget), cut, small)
+    chosen, _ = descend(engine, reuse_only, ladders, "prefill", exact.loss + math.log1p(reuse_share * budget), cut, small)
     reuse = {name: getattr(chosen, name) for ladder in ladders for name in ladder[0]}
     full = replace(PRESETS["edgexpert"], **reuse)
     chosen, cost = descend(engine, full, DECODE_LADDERS, "decode", exact.loss + math.log1p(budget), cut, shape)

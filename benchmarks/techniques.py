@@ -13,12 +13,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.progress import track
 
 import edgexpert
 from common import BUNDLED_TEXTS, RESULTS, ModelName, Texts, cut_texts, machine, save
 from edgexpert.engine import Engine
+from edgexpert.kernels import native
 from edgexpert.policy import PRESETS
 from edgexpert.speculation.draft import TreeShape
 
@@ -81,8 +83,11 @@ def main(
     table = {policy: summarise(found) for policy, found in rows.items()}
     plain = engine.host.plain_decode_expert_bytes / 1e3
     about = {
-        "model": model, "draft": engine.draft.name if engine.draft else "none", "texts": len(cut), "prompt_tokens": prompt_tokens,
+        "model": Path(model).name, "draft": engine.draft.name if engine.draft else "none", "texts": len(cut),
+        "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens, "tree": vars(shape), **machine(), "plain_decoding_expert_kb_per_token": plain,
+        "executor": (f"PyTorch on {torch.get_num_threads()} threads" if engine.host.blocks[0].packed is None else
+                     f"{native.path()} kernels on {native.get_threads()} threads"),
         "policies": {policy: resolved(engine, policy) for policy in PRESETS},
     }
     stem = out / f"techniques-{Path(model).name}"
@@ -109,8 +114,8 @@ def as_markdown(table: dict[str, dict[str, float]], about: dict[str, Any]) -> st
         )
     lines += ["", f"{about['model']}, draft {about['draft']}, {about['texts']} held-out texts of {about['prompt_tokens']} + "
               f"{about['new_tokens']} tokens, tree {about['tree']['size']}/{about['tree']['depth']}, greedy; plain decoding "
-              f"reads {about['plain_decoding_expert_kb_per_token']:.0f} expert KB a token. Speed with the PyTorch executor on "
-              f"{about['threads']} threads.", ""]
+              f"reads {about['plain_decoding_expert_kb_per_token']:.0f} expert KB a token. Speed on {about['processor']}, "
+              f"{about['executor']}.", ""]
     return "\n".join(lines)
 
 
