@@ -25,13 +25,16 @@ def test_the_descent_takes_what_saves_most_for_its_loss_and_stays_within_the_bud
                                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     def cost(engine: Any, policy: Policy, cut: Any, shape: Any) -> Any:
         cheap, dear = 1.0 - (policy.keep_mass or 1), 1.0 - (policy.keep_channels or 1)
-        return benchmark.Cost(loss=0.1 * cheap + dear, prefill=0.0, decode=100 * (2 - cheap - dear))
+        useless = policy.selection_ratio or 0  # saves less than it costs
+        return benchmark.Cost(0.001 * cheap + 0.01 * dear + 1e-4 * useless, 0.0, 100 * (2 - cheap - dear) - 0.01 * useless)
 
     monkeypatch.setattr(benchmark, "measure", cost)
     ladders = [tuple({name: share} for share in (1.0, 0.9, 0.8)) for name in ("keep_mass", "keep_channels")]
-    chosen, found = benchmark.descend(None, PRESETS["edgexpert"], ladders, "decode", 0.13, [], None)
+    ladders.append(({"selection_ratio": 0.0}, {"selection_ratio": 0.5}))
+    chosen, found = benchmark.descend(None, PRESETS["edgexpert"], ladders, "decode", 0.0013, [], None)
     assert (chosen.keep_mass, chosen.keep_channels) == (0.8, 0.9), "all that is cheap, and of what is dear one step"
-    assert found.loss == pytest.approx(0.12)
+    assert chosen.selection_ratio == 0, "within the budget, but not worth it"
+    assert found.loss == pytest.approx(0.0012)
 
 
 def test_a_run_writes_hyperparameters_that_the_checkpoint_can_bring_along(benchmark: ModuleType, tmp_path: Path) -> None:
