@@ -1,12 +1,12 @@
 """Hyperparameters for one checkpoint: the fewest expert bytes that a given rise in perplexity buys.
 
-    python benchmarks/hyperparameters.py --texts TRAINING.jsonl [--model stories] [--out edgexpert.json]
+    python benchmarks/hyperparameters.py --texts FILE.jsonl [--model stories] [--out edgexpert.json]
 
 Every ladder holds the values of one hyperparameter, from mild to strong. From the first rungs on, the step that saves the most
-bytes for the perplexity it costs is taken again and again, until none fits into the budget: first along the ladders of prompt-
-wise reuse, by the bytes of prefill, then along those of pruning and coalescing, by the bytes of decoding. Perplexity is that of
-forced decoding. Tune on texts that no result is reported on, and on a packed checkpoint if there is one: its kernels are
-faster.
+bytes for the perplexity it costs is taken again and again, until none is worth it within the budget: first along the ladders
+of prompt-wise reuse, by the bytes of prefill, then along those of pruning and coalescing, by the bytes of decoding. Perplexity is
+that of forced decoding. Tune on texts that were neither trained nor reported on, and on a packed checkpoint if there is one: its
+kernels are faster.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ import typer
 import edgexpert
 from common import ModelName, Texts, cut_texts
 from edgexpert.engine import Engine
-from edgexpert.policy import PRESETS, Hyperparameters, Policy
+from edgexpert.policy import PRESETS, Policy
 from edgexpert.speculation.draft import TreeShape
 
 Rungs = tuple[dict[str, float], ...]
-
 
 LEAST_WORTH = 5.0
 """Share of bytes that a step must save for each nat it adds: nothing that saves less than 5 % may cost 1 % of perplexity."""
@@ -114,11 +113,11 @@ def main(
     full = replace(PRESETS["edgexpert"], **reuse)
     chosen, cost = descend(engine, full, DECODE_LADDERS, "decode", exact.loss + math.log1p(budget), cut, shape)
     engine.set_policy(chosen)
-    found: Hyperparameters = engine.host.policy.hyperparameters
+    found = asdict(engine.host.policy.hyperparameters)
     about = (f"{len(cut)} texts of {prompt_tokens} + {new_tokens} tokens, forced decoding: perplexity "
              f"{math.exp(cost.loss - exact.loss) - 1:+.1%}, expert bytes {cost.prefill / exact.prefill - 1:+.1%} in prefill, "
              f"{cost.decode / exact.decode - 1:+.1%} in decoding, of exact ones")
-    out.write_text(json.dumps({"hyperparameters": asdict(found), "calibrated_on": about}, indent=2) + "\n", encoding="utf-8")
+    out.write_text(json.dumps({"hyperparameters": found, "calibrated_on": about}, indent=2) + "\n", encoding="utf-8")
     print(about)
 
 

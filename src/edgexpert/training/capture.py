@@ -229,8 +229,7 @@ class Captured:
             with safe_open(_shard(self.folder, index), "pt") as file:
                 for name in ("tokens", "loss_mask", "best", "features", "hidden"):
                     part = file.get_slice(name)[start : start + n]
-                    part = part.float() if part.is_floating_point() else part
                     if name not in states:
-                        states[name] = part.new_zeros(len(indices), length, part.shape[-1])
+                        states[name] = torch.zeros(len(indices), length, part.shape[-1])
                     states[name][row, :n] = part
         return Batch(**states)
