@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import edgexpert
 from edgexpert.engine import Engine
 from edgexpert.errors import UserError
 from edgexpert.kernels import native
+from edgexpert.resources import bundled_folder
 
-BUNDLED_TEXTS = Path(edgexpert.__file__).parent / "models" / "stories" / "held_out.jsonl"
+BUNDLED_TEXTS = bundled_folder("stories") / "held_out.jsonl"
 RESULTS = Path("benchmarks/results")
 
 ModelName = Annotated[str, typer.Option(help="bundled name, folder or Hub name")]

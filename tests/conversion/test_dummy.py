@@ -11,9 +11,10 @@ import torch
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.layout import plan_layout
 from edgexpert.conversion.options import Options
-from edgexpert.conversion.sources.dummy import SHAPES, STD, DummySource, dummy_config
+from edgexpert.conversion.sources.dummy import STD, DummySource, dummy_config
 from edgexpert.errors import UserError
 from edgexpert.packing.reading import Pack
+from edgexpert.resources import MODELS
 from tests.conftest import make_model
 from tests.conversion.conftest import float_weights
 
@@ -60,7 +61,7 @@ def test_a_second_time_gives_the_same_bytes_and_a_tokenizer_comes_along(tmp_path
 
 
 def test_unknown_shapes_are_refused_and_known_ones_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=next(iter(SHAPES))):
+    with pytest.raises(UserError, match=MODELS[0]):
         dummy_config("gpt-7")
     (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
     with pytest.raises(UserError, match="transformers knows"):

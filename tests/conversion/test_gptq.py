@@ -19,8 +19,9 @@ from edgexpert.conversion.sources.opening import open_source
 from edgexpert.errors import UserError
 from edgexpert.kernels.packed import dequantise
 from edgexpert.model.blocks import decoder_layers, find_blocks
-from edgexpert.model.loading import bundled_folder, load_model
+from edgexpert.model.loading import load_model
 from edgexpert.packing.matrix import quantise
+from edgexpert.resources import bundled_folder
 from tests.conversion.conftest import TINY, checkpoint, float_weights
 
 

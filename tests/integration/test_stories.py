@@ -9,8 +9,8 @@ import torch
 
 import edgexpert
 from edgexpert.engine import Engine
-from edgexpert.model.loading import bundled_folder
 from edgexpert.policy import PRESETS
+from edgexpert.resources import bundled_folder
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.ngram import NgramDraft
 

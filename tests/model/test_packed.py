@@ -16,9 +16,10 @@ from edgexpert.errors import UserError
 from edgexpert.kernels import native
 from edgexpert.kernels.modules import PackedLinear
 from edgexpert.model.host import HostedModel
-from edgexpert.model.loading import bundled_folder, load_model
+from edgexpert.model.loading import load_model
 from edgexpert.packing.reading import Pack
 from edgexpert.policy import PRESETS
+from edgexpert.resources import bundled_folder
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.eagle3_draft import Eagle3Draft
 from edgexpert.speculation.loading import load_draft

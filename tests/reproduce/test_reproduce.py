@@ -17,8 +17,8 @@ from edgexpert.reproduce.make import reproduce
 from edgexpert.reproduce.registry import NAMES
 from edgexpert.reproduce.report import cells, claim_rows
 from edgexpert.reproduce.workbench import Settings
+from edgexpert.resources import MODELS
 from edgexpert.simulator.device import built_in
-from edgexpert.simulator.shapes import MODELS
 
 GRANITE = "granite-1b-a400m"
 TINY = Settings(stages=1, prompt=16, lengths=(16, 32), stories=1, story_characters=60, story_tokens=8, models=(GRANITE,),

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgexpert.errors import UserError
-from edgexpert.simulator.shapes import MODELS, ModelShape, model_named
+from edgexpert.resources import MODELS
+from edgexpert.simulator.shapes import ModelShape, model_named
 from tests.simulator.workloads import CONFIG
 
 EXPECTED = json.loads((Path(__file__).parent / "data" / "firstorder_expected.json").read_text("utf-8"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from edgexpert.model.bundled import is_packed, load_packed
 from edgexpert.model.packed import load_pack
 from edgexpert.packing.format import read_manifest
 from edgexpert.packing.reading import is_pack
+from edgexpert.resources import bundled_folder
 
 BUNDLED = ("stories",)
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
@@ -39,11 +39,6 @@ class LoadedModel:
     name: str
     folder: Path | None
     notes: tuple[str, ...] = ()
-
-
-def bundled_folder(name: str) -> Path:
-    """Folder of a model that comes with the package."""
-    return Path(str(files("edgexpert"))) / "models" / name
 
 
 def resolve(name: str) -> tuple[str, Path | None]:

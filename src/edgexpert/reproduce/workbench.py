@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.resources import files
 from pathlib import Path
 
 from edgexpert.cases import one_by_one
 from edgexpert.policy import Policy
 from edgexpert.reproduce.designs import Design, Measured, all_designs
+from edgexpert.resources import MODELS, bundled_folder
 from edgexpert.simulator.run import RunResult, simulate_stage
-from edgexpert.simulator.shapes import MODELS, model_named
+from edgexpert.simulator.shapes import model_named
 from edgexpert.simulator.workload import PlannedStage
 from edgexpert.trace.read import RecordedStage, Trace
 
@@ -91,7 +91,7 @@ class Workbench:
 
         s, file = self.settings, self.folder / "stories.parquet"
         self.tell("recording stories")
-        texts = (files("edgexpert") / "models" / "stories" / "held_out.jsonl").read_text("utf-8").splitlines()
+        texts = (bundled_folder("stories") / "held_out.jsonl").read_text("utf-8").splitlines()
         prompts = [json.loads(line)["text"][: s.story_characters] for line in texts[: s.stories]]
         record_trace(edgexpert.load("stories"), prompts, file, SamplingParams(max_new_tokens=s.story_tokens), TreeShape())
         return Trace(file)

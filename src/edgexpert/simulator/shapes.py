@@ -8,15 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgexpert.errors import UserError
-
-MODELS = ("granite-1b-a400m", "olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b")
-"""The paper's four models (Table III), by the names of their data files."""
+from edgexpert.resources import MODELS, PACKAGE, PUBLISHED, bundled_folder
 
 
 class Matrix(NamedTuple):
@@ -213,10 +210,9 @@ def model_named(name: str) -> ModelShape:
         UserError: there is none; lists those there are.
     """
     if name in MODELS:
-        folder = files("edgexpert") / "published"
-        config, draft = (json.loads((folder / f"{name}{kind}.json").read_text("utf-8")) for kind in ("", ".draft"))
+        config, draft = (_read(PUBLISHED / f"{name}{kind}.json") for kind in ("", ".draft"))
         return ModelShape.of(config, draft, name)
-    bundled = Path(str(files("edgexpert"))) / "models" / name  # the models that come with the runtime
+    bundled = bundled_folder(name)
     path = bundled if bundled.is_dir() else Path(name)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -237,7 +233,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def encoder_matrices() -> tuple[Matrix, ...]:
     """What the bundled prompt encoder multiplies; its embedding table is only looked up."""
-    config = json.loads((files("edgexpert") / "encoder" / "minilm-l6-v2" / "config.json").read_text("utf-8"))
+    config = _read(PACKAGE / "encoder" / "minilm-l6-v2" / "config.json")
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     layer = (*(Matrix(hidden, hidden),) * 4, Matrix(hidden, inner), Matrix(inner, hidden))
     return layer * int(config["num_hidden_layers"])

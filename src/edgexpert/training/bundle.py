@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from edgexpert.model.bundled import save_packed
-from edgexpert.model.loading import bundled_folder
+from edgexpert.resources import bundled_folder
 from edgexpert.speculation.loading import BESIDE_MODEL
 from edgexpert.training.corpus import documents, is_held_out
 

@@ -11,7 +11,6 @@ import json
 import shutil
 import zlib
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from edgexpert.conversion.dummy_draft import write_dummy_draft
 from edgexpert.conversion.sources.source import Source, meta_model
 from edgexpert.errors import UserError
-from edgexpert.model.loading import bundled_folder
 from edgexpert.packing.format import Linear, MatrixLayout
 from edgexpert.packing.matrix import PackedMatrix, padded
+from edgexpert.resources import MODELS, PUBLISHED, bundled_folder
 
 STD = 0.02
 """Of all weights; the usual `initializer_range`."""
@@ -32,9 +31,6 @@ STD_OF_CODES = {4: (255 / 12) ** 0.5, 8: (254**2 / 12) ** 0.5}
 """Of codes that are uniformly random: 16 values, and about 255."""
 TOKENIZER = "stories"
 
-PUBLISHED = Path(str(files("edgexpert"))) / "published"
-"""Configurations of published models, as far as shapes and speed go."""
-SHAPES = sorted(path.stem for path in PUBLISHED.glob("*.json") if not path.stem.endswith(".draft"))
 
 
 class DummySource(Source):
@@ -93,10 +89,10 @@ class DummySource(Source):
 
 def dummy_config(name: str) -> PreTrainedConfig:
     """The configuration of a shape by name, or of a config.json."""
-    path = PUBLISHED / f"{name}.json" if name in SHAPES else Path(name).expanduser()
+    path = PUBLISHED / f"{name}.json" if name in MODELS else Path(name).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise UserError(f"there is no shape {name!r}: give {', '.join(SHAPES)}, or a config.json")
+        raise UserError(f"there is no shape {name!r}: give {', '.join(MODELS)}, or a config.json")
     try:
         stored = json.loads(path.read_text())
         stored.pop("quantization_config", None)
