@@ -29,7 +29,7 @@ struct Prefetch {
 
   inline __attribute__((always_inline)) void advance() {
     for (std::int64_t i = 0; i < lines && row < count; ++i) {
-      __builtin_prefetch(rows[row] + offset, 0, 3);
+      __builtin_prefetch(rows[row] + offset, 0, 2);
       offset += 64;
       if (offset >= bytes) {
         offset = 0;
