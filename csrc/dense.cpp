@@ -10,16 +10,7 @@
 namespace edgexpert {
 namespace {
 
-constexpr std::int64_t kSmall = 65536;  // multiply-adds that are not worth waking a thread for
 constexpr std::int64_t kQueries = 32;   // so many meet the keys of a head together
-
-// Runs body(begin, end) over [0, count) in pieces of `size`, or in one piece where the work is small.
-template <class F>
-void in_pieces(std::int64_t count, std::int64_t size, std::int64_t work, F&& body) {
-  if (work < kSmall) return body(0, count);
-  parallel_for((count + size - 1) / size,
-               [&](std::int64_t piece, int) { body(piece * size, std::min(count, (piece + 1) * size)); });
-}
 
 struct alignas(64) CacheLine {
   float floats[16];
@@ -31,10 +22,11 @@ bool sees(const Attention& a, std::int64_t token, std::int64_t key) {
 
 // The lists that a TokenBlock points into.
 struct Sight {
-  std::int64_t begin, end, before;
+  std::int64_t begin = 0, end = 0, before = 0;
   std::vector<std::int32_t> others, seen;
   std::vector<std::int64_t> starts;
 
+  Sight() = default;
   Sight(const Attention& a, std::int64_t token, std::int64_t tokens) {
     std::vector<std::uint8_t> viewers(a.keys);  // how many of the tokens see a key
     for (std::int64_t t = token; t < token + tokens; ++t)
@@ -80,10 +72,12 @@ void float_linear(const float* x, const float* weight, float* out, std::int64_t 
 
 void attention(const Attention& a) {
   const std::int64_t group = a.heads / a.kv_heads, size = std::max<std::int64_t>(1, kQueries / group);
-  std::vector<Sight> sights;
-  for (std::int64_t token = 0; token < a.tokens; token += size) sights.emplace_back(a, token, std::min(size, a.tokens - token));
+  const std::int64_t blocks = (a.tokens + size - 1) / size;
+  std::vector<Sight> sights(blocks);
+  in_pieces(a.tokens, size, a.tokens * a.keys, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t token = begin; token < end; token += size) sights[token / size] = {a, token, std::min(size, end - token)};
+  });
 
-  const std::int64_t blocks = static_cast<std::int64_t>(sights.size());
   const std::int64_t stride = (((a.keys + 8) / 16 + 1) | 1) * 16;  // an odd number of cache lines: rows share no set of the cache
   const std::int64_t floats = cached_rows(a.dim) * a.dim + size * group * stride;
   // blocks of one head stand side by side, so that they find their keys in the cache

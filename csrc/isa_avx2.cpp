@@ -103,10 +103,9 @@ struct Avx2 {
   struct Eight {
     using V = Avx2;
     using W = __m256i;
-    using A = __m256i;
     using I = __m256i;
     using F = __m256;
-    static constexpr int bits = 8, vectors = 4, unit = 32, unit_bytes = 32, zero = 0, steps = 1 << 20, rows = 4, columns = 2;
+    static constexpr int bits = 8, vectors = 4, unit = 32, unit_bytes = 32, zero = 0, rows = 4, columns = 2;
 
     template <class Use>
     static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
@@ -120,13 +119,11 @@ struct Avx2 {
       out[2] = high_half(even);
       out[3] = high_half(odd);
     }
-    static A none() { return _mm256_setzero_si256(); }
     // The first factor must be unsigned: the sign of the weight goes to the activation. 2 * 127 * 127 fits in 16 bits.
-    static A step(A a, W w, __m256i x) {
+    static I step(I a, W w, __m256i x) {
       const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
       return in_order(_mm256_add_epi32(a, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
     }
-    static I fold(I total, A a) { return _mm256_add_epi32(total, a); }
     static I first(W w) { return w; }
     static void store(const float* sums, float* out) {
       for (int k = 0; k < 2; ++k) {

@@ -94,19 +94,16 @@ struct Avx512 {
   struct Sums {
     using V = Avx512;
     using W = __m512i;
-    using A = __m512i;
     using I = __m512i;
     using F = __m512;
-    static constexpr int steps = 1 << 20, rows = 4, columns = 4, unit_bytes = 64;
-    static A none() { return _mm512_setzero_si512(); }
-    static A step(A a, W w, __m512i x) { return in_order(_mm512_dpbusd_epi32(a, w, x)); }
-    static I fold(I total, A a) { return _mm512_add_epi32(total, a); }
+    static constexpr int unit_bytes = 64;
+    static I step(I a, W w, __m512i x) { return in_order(_mm512_dpbusd_epi32(a, w, x)); }
     static I first(W w) { return w; }
   };
 
   // Lane l of a row has outputs 32l..32l+31; vector 2k has the even and 2k+1 the odd of outputs 8k..8k+7 of each lane.
   struct Four : Sums {
-    static constexpr int bits = 4, vectors = 8, unit = 128, zero = 8;
+    static constexpr int bits = 4, vectors = 8, unit = 128, zero = 8, rows = 2, columns = 8;
 
     template <class Use>
     static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
@@ -137,7 +134,7 @@ struct Avx512 {
 
   // Lane l of a row has outputs 16l..16l+15; vector k has outputs 4k..4k+3 of each lane. Weights are stored plus 128, unsigned.
   struct Eight : Sums {
-    static constexpr int bits = 8, vectors = 4, unit = 64, zero = 128;
+    static constexpr int bits = 8, vectors = 4, unit = 64, zero = 128, rows = 4, columns = 4;
 
     template <class Use>
     static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {

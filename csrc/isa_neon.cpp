@@ -48,13 +48,10 @@ struct Neon {
   struct Sums {
     using V = Neon;
     using W = int8x16_t;
-    using A = int32x4_t;
     using I = int32x4_t;
     using F = float32x4_t;
-    static constexpr int steps = 1 << 20, rows = 4, columns = 4, unit_bytes = 32;
-    static A none() { return vdupq_n_s32(0); }
-    static A step(A a, W w, int8x16_t x) { return vdotq_s32(a, w, x); }
-    static I fold(I total, A a) { return vaddq_s32(total, a); }
+    static constexpr int rows = 4, columns = 4, unit_bytes = 32;
+    static I step(I a, W w, int8x16_t x) { return vdotq_s32(a, w, x); }
     static I first(W w) { return vreinterpretq_s32_s8(w); }
   };
 

@@ -70,9 +70,8 @@ struct Portable {
     struct W {
       std::int8_t v[4][width];
     };
-    using A = Integers;
     static constexpr int bits = Bits, vectors = 1, unit = width, unit_bytes = width * Bits / 8, zero = Bits == 4 ? 8 : 0;
-    static constexpr int steps = 1 << 20, rows = 2, columns = 1;
+    static constexpr int rows = 2, columns = 1;
 
     template <class Use>
     static void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
@@ -91,14 +90,12 @@ struct Portable {
       use(0, w);
     }
     static void scales(const std::uint16_t* s, F* out) { *out = float16(s); }
-    static A none() { return integer(0); }
-    static A step(const A& a, const W& w, const Quad& x) {
-      A r = a;
+    static I step(const I& a, const W& w, const Quad& x) {
+      I r = a;
       for (int c = 0; c < 4; ++c)
         for (int i = 0; i < width; ++i) r.v[i] += static_cast<std::int16_t>(w.v[c][i] * static_cast<std::int16_t>(x.v[c]));
       return r;
     }
-    static I fold(const I& total, const A& a) { return each<I>([&](int i) { return total.v[i] + a.v[i]; }); }
     static I first(const W& w) { return each<I>([&](int i) { return w.v[0][i]; }); }
     static void store(const float* sums, float* out) { std::memcpy(out, sums, sizeof(float) * width); }
   };

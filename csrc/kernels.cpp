@@ -148,12 +148,13 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
   const auto cost = [&](std::int64_t u) { return std::max<std::int64_t>(4, pairs.offsets[u + 1] - pairs.offsets[u]); };
   std::int64_t total = 0;
   for (std::int64_t u = 0; u < experts; ++u) total += cost(u) * w.tiles;
-  const std::int64_t share = std::max<std::int64_t>(1, total / (4 * threads()));
+  const std::int64_t share = std::max<std::int64_t>(1, total / (16 * threads()));
   const bool by_channels = threads() > 1 && count <= 16 * experts && experts * w.tiles < 4 * threads();
   tasks.clear();
   for (std::int64_t u = 0; u < experts; ++u) {
     if (pairs.offsets[u] == pairs.offsets[u + 1]) continue;
-    const std::int64_t most = threads() == 1 || by_channels || cost(u) == 4 ? 1 : std::max<std::int64_t>(1, w.padded / 512);
+    const std::int64_t narrowest = cost(u) < 16 ? 512 : kColumns;
+    const std::int64_t most = threads() == 1 || by_channels || cost(u) == 4 ? 1 : std::max<std::int64_t>(1, w.padded / narrowest);
     const std::int64_t parts = std::clamp<std::int64_t>(cost(u) / share, 1, most);
     const std::int64_t width = ((w.padded + parts - 1) / parts + kColumns - 1) / kColumns * kColumns;
     for (std::int64_t tile = 0; tile < w.tiles; ++tile)
@@ -215,12 +216,10 @@ void down_unlocked(const Weights& w, const float* x, std::int64_t tokens, const 
                    const float* bias, const float* weights, float* out) {
   auto* y = products.get<float>(pairs.count() * w.outputs);
   multiply(w, x, pairs.count(), pairs, nullptr, selection, bias, y);
-  constexpr std::int64_t width = 512;
-  for_rows((w.outputs + width - 1) / width, [&](std::int64_t block, int) {
-    const std::int64_t c = block * width, n = std::min(width, w.outputs - c);
-    for (std::int64_t t = 0; t < tokens; ++t) std::memset(out + t * w.outputs + c, 0, n * sizeof(float));
+  in_pieces(w.outputs, 256, pairs.count() * w.outputs, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t t = 0; t < tokens; ++t) std::memset(out + t * w.outputs + begin, 0, (end - begin) * sizeof(float));
     for (std::int64_t p = 0; p < pairs.count(); ++p)
-      isa().add_scaled(weights[p], y + p * w.outputs + c, n, out + pairs.tokens[p] * w.outputs + c);
+      isa().add_scaled(weights[p], y + p * w.outputs + begin, end - begin, out + pairs.tokens[p] * w.outputs + begin);
   });
 }
 

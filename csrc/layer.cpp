@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dense.h"
+#include "pool.h"
 
 namespace edgexpert {
 namespace {
@@ -29,7 +30,9 @@ void rotate(const float* x, const float* cos, const float* sin, std::int64_t dim
 }
 
 void add_residual(const float* x, float residual, std::int64_t count, float* out) {
-  for (std::int64_t i = 0; i < count; ++i) out[i] = x[i] + out[i] * residual;
+  in_pieces(count, 8192, count, [=](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) out[i] = x[i] + out[i] * residual;
+  });
 }
 
 }  // namespace
@@ -52,17 +55,20 @@ void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, co
     for (auto* states : {&query, &key, &value})
       for (float& state : *states) state = std::clamp(state, -layer.clip, layer.clip);
 
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    for (std::int64_t head = 0; head < layer.heads; ++head) {
-      float* state = query.data() + t * query_width + head * dim;
-      rotate(state, cos + t * dim, sin + t * dim, dim, state);
+  in_pieces(tokens, 8, tokens * (query_width + 2 * key_width), [&, q = query.data(), k = key.data(), v = value.data()](
+                                                                   std::int64_t begin, std::int64_t end) {
+    for (std::int64_t t = begin; t < end; ++t) {
+      for (std::int64_t head = 0; head < layer.heads; ++head) {
+        float* state = q + t * query_width + head * dim;
+        rotate(state, cos + t * dim, sin + t * dim, dim, state);
+      }
+      for (std::int64_t head = 0; head < layer.kv_heads; ++head) {
+        const std::int64_t from = t * key_width + head * dim, to = (head * capacity + length + t) * dim;
+        rotate(k + from, cos + t * dim, sin + t * dim, dim, keys + to);
+        std::copy_n(v + from, dim, values + to);
+      }
     }
-    for (std::int64_t head = 0; head < layer.kv_heads; ++head) {
-      const std::int64_t from = t * key_width + head * dim, to = (head * capacity + length + t) * dim;
-      rotate(key.data() + from, cos + t * dim, sin + t * dim, dim, keys + to);
-      std::copy_n(value.data() + from, dim, values + to);
-    }
-  }
+  });
   attention({query.data(), keys, values, dim, query_width, capacity * dim, dim, capacity * dim, dim, mask, attended.data(),
              layer.heads, layer.kv_heads, tokens, length + tokens, dim, dim, layer.scale});
   linear(layer.output, attended.data(), tokens, layer.output_bias, out);
@@ -85,33 +91,34 @@ void route(const ExpertLayer& layer, const float* x, std::int64_t tokens, float*
            float* weights) {
   const std::int64_t hidden = layer.gate_up.channels, count = layer.gate_up.count, k = layer.top_k, ranks = ranking.ranks;
   thread_local std::vector<float> logits;
-  thread_local std::vector<std::int64_t> order;
   logits.resize(tokens * count);
   rms_norm(x, layer.norm, normed, tokens, hidden, layer.eps);
   float_linear(normed, layer.router, logits.data(), tokens, hidden, count);
-  order.resize(count);
   ranking.experts.resize(tokens * ranks);
   ranking.gates.resize(tokens * ranks);
-  for (std::int64_t t = 0; t < tokens; ++t) {
-    const float* row = logits.data() + t * count;
-    float* gates = ranking.gates.data() + t * ranks;
-    std::iota(order.begin(), order.end(), 0);
-    std::partial_sort(order.begin(), order.begin() + ranks, order.end(),
-                      [&](std::int64_t a, std::int64_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); });
-    std::copy_n(order.begin(), ranks, ranking.experts.begin() + t * ranks);
-    const float top = row[order[0]];
-    float all = 0, sum = 0;
-    for (std::int64_t e = 0; e < count; ++e) all += std::exp(row[e] - top);
-    for (std::int64_t i = 0; i < ranks; ++i) {
-      const float logit = row[order[i]];
-      gates[i] = layer.sigmoid ? 1.0f / (1.0f + std::exp(-logit)) : std::exp(logit - top) / all;
+  in_pieces(tokens, 8, tokens * count * 32, [&, all_logits = logits.data()](std::int64_t begin, std::int64_t end) {
+    std::vector<std::int64_t> order(count);
+    for (std::int64_t t = begin; t < end; ++t) {
+      const float* row = all_logits + t * count;
+      float* gates = ranking.gates.data() + t * ranks;
+      std::iota(order.begin(), order.end(), 0);
+      std::partial_sort(order.begin(), order.begin() + ranks, order.end(),
+                        [&](std::int64_t a, std::int64_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); });
+      std::copy_n(order.begin(), ranks, ranking.experts.begin() + t * ranks);
+      const float top = row[order[0]];
+      float all = 0, sum = 0;
+      for (std::int64_t e = 0; e < count; ++e) all += std::exp(row[e] - top);
+      for (std::int64_t i = 0; i < ranks; ++i) {
+        const float logit = row[order[i]];
+        gates[i] = layer.sigmoid ? 1.0f / (1.0f + std::exp(-logit)) : std::exp(logit - top) / all;
+      }
+      for (std::int64_t i = 0; i < k; ++i) sum += gates[i];
+      for (std::int64_t i = 0; i < k; ++i) {
+        chosen[t * k + i] = order[i];
+        weights[t * k + i] = gates[i] * (layer.normalise ? layer.router_scale / sum : layer.router_scale);
+      }
     }
-    for (std::int64_t i = 0; i < k; ++i) sum += gates[i];
-    for (std::int64_t i = 0; i < k; ++i) {
-      chosen[t * k + i] = order[i];
-      weights[t * k + i] = gates[i] * (layer.normalise ? layer.router_scale / sum : layer.router_scale);
-    }
-  }
+  });
 }
 
 // A layer's pairs by expert; order[i] is the place of pair i of them in the order of tokens.

@@ -2,6 +2,7 @@
 // that the system does not schedule cost nothing.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <type_traits>
@@ -22,6 +23,16 @@ void parallel_for(std::int64_t tasks, F&& f) {
   run_tasks(
       tasks, [](void* context, std::int64_t task, int thread) { (*static_cast<std::remove_reference_t<F>*>(context))(task, thread); },
       &f);
+}
+
+// Runs body(begin, end) over [0, count) in pieces of `size`, or in one piece where the work, in operations, is not worth waking a
+// thread for.
+template <class F>
+void in_pieces(std::int64_t count, std::int64_t size, std::int64_t work, F&& body) {
+  constexpr std::int64_t small = 65536;
+  if (work < small) return body(0, count);
+  parallel_for((count + size - 1) / size,
+               [&](std::int64_t piece, int) { body(piece * size, std::min(count, (piece + 1) * size)); });
 }
 
 }  // namespace edgexpert

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from edgexpert.packing.memory import huge_pages
 
 
 class TreeLayer(CacheLayerMixin):
@@ -87,7 +90,9 @@ class TreeCache(Cache):
     def together(self, heads: int, dim: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all layers, which now have one piece of memory each; for layers of the same sizes, float32."""
         if self.keys is None or self.values is None:
-            self.keys, self.values = torch.empty(2, len(self.tree_layers), 1, heads, self.capacity, dim)
+            shape = (2, len(self.tree_layers), 1, heads, self.capacity, dim)
+            memory = huge_pages(4 * prod(shape))
+            self.keys, self.values = torch.empty(shape) if memory is None else memory.view(torch.float32).view(shape)
             for layer, keys, values in zip(self.tree_layers, self.keys, self.values, strict=True):
                 layer.move(keys, values)
         return self.keys, self.values
