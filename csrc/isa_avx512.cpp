@@ -91,41 +91,73 @@ struct Avx512 {
     }
   }
 
-  struct Sums {
-    using V = Avx512;
-    using W = __m512i;
-    using I = __m512i;
-    using F = __m512;
-    static constexpr int unit_bytes = 64;
-    static I step(I a, W w, __m512i x) { return in_order(_mm512_dpbusd_epi32(a, w, x)); }
-    static I first(W w) { return w; }
+  // Two vectors of outputs, whose weights are the low and the high nibbles of the same bytes. Taken whole, a byte is the low nibble and
+  // 16 times the high one: `all` sums the bytes and `high` what is left of them without the low nibbles, which is exact.
+  struct Nibbles {
+    static constexpr int width = 32;
+    struct F {
+      __m512 even, odd;
+    };
+    struct I {
+      __m512i all, high;
+    };
+    static __m512i broadcast(const std::int8_t* x) { return Avx512::broadcast(x); }
+    static __m512i high(__m512i bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(-16)); }
+    static F load(const float* p) { return {Avx512::load(p), Avx512::load(p + 16)}; }
+    static void store(float* p, F a) {
+      Avx512::store(p, a.even);
+      Avx512::store(p + 16, a.odd);
+    }
+    static F add(F a, F b) { return {Avx512::add(a.even, b.even), Avx512::add(a.odd, b.odd)}; }
+    static F multiply(F a, F b) { return {Avx512::multiply(a.even, b.even), Avx512::multiply(a.odd, b.odd)}; }
+    static F floats(I a) { return {Avx512::floats(_mm512_sub_epi32(a.all, a.high)), Avx512::floats(a.high)}; }
+    static I integer(std::int32_t x) { return {Avx512::integer(17 * x), Avx512::integer(16 * x)}; }
+    static I times(I a, std::int32_t x) { return {Avx512::times(a.all, x), Avx512::times(a.high, x)}; }
   };
 
-  // Lane l of a row has outputs 32l..32l+31; vector 2k has the even and 2k+1 the odd of outputs 8k..8k+7 of each lane.
-  struct Four : Sums {
-    static constexpr int bits = 4, vectors = 8, unit = 128, zero = 8, rows = 2, columns = 8;
+  // Lane l of a row has outputs 32l..32l+31; vector k has outputs 8k..8k+7 of each lane, even ones before odd ones.
+  struct Four {
+    using V = Nibbles;
+    using W = __m512i;
+    using I = Nibbles::I;
+    using F = Nibbles::F;
+    static constexpr int bits = 4, vectors = 4, unit = 128, unit_bytes = 64, zero = 8, rows = 2, columns = 4;
+
+    static I step(I a, W w, __m512i x) {
+      return {in_order(_mm512_dpbusd_epi32(a.all, w, x)), in_order(_mm512_dpbusd_epi32(a.high, Nibbles::high(w), x))};
+    }
+    static I first(W w) { return {w, Nibbles::high(w)}; }
 
     template <class Use>
     static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
-      const __m512i nibble = _mm512_set1_epi8(15);
-      interleave(rows, offset, [&](int k, __m512i quads) __attribute__((always_inline)) {
-        use(2 * k, _mm512_and_si512(quads, nibble));
-        use(2 * k + 1, _mm512_and_si512(_mm512_srli_epi16(quads, 4), nibble));
-      });
+      interleave(rows, offset, use);
     }
+    // Those of odd outputs are divided by 16, as their sums are 16 times too large.
     static void scales(const std::uint16_t* s, F* out) {
       const __m512i split = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
       __m512i lanes[4];
       for (int l = 0; l < 4; ++l) lanes[l] = _mm512_shuffle_epi8(bytes(s + 32 * l), split);
-      for (int k = 0; k < 8; ++k) out[k] = float16(column(lanes, k));
+      const auto four = [&](__m512i low, __m512i high, int k, auto use) __attribute__((always_inline)) {
+        // the 128 bits 2k and 2k + 1 of both
+        const __m512i index = _mm512_add_epi64(_mm512_set1_epi64(4 * k), _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11));
+        const __m512i both = _mm512_permutex2var_epi64(low, index, high);
+        use(out[2 * k], float16(_mm512_castsi512_si256(both)));
+        use(out[2 * k + 1], float16(_mm512_extracti64x4_epi64(both, 1)));
+      };
+      const __m512i even[2] = {_mm512_unpacklo_epi64(lanes[0], lanes[1]), _mm512_unpacklo_epi64(lanes[2], lanes[3])};
+      const __m512i odd[2] = {_mm512_unpackhi_epi64(lanes[0], lanes[1]), _mm512_unpackhi_epi64(lanes[2], lanes[3])};
+      for (int k = 0; k < 2; ++k) {
+        four(even[0], even[1], k, [](F& f, __m512 scale) { f.even = scale; });
+        four(odd[0], odd[1], k, [](F& f, __m512 scale) { f.odd = Avx512::multiply(scale, value(1.0f / 16)); });
+      }
     }
     static void store(const float* sums, float* out) {
-      F v[4];
+      __m512 v[4];
       for (int half = 0; half < 2; ++half) {
         for (int k = 0; k < 2; ++k) {
-          const F even = load(sums + 32 * (2 * half + k)), odd = load(sums + 32 * (2 * half + k) + 16);
-          v[2 * k] = _mm512_unpacklo_ps(even, odd);
-          v[2 * k + 1] = _mm512_unpackhi_ps(even, odd);
+          const F sum = Nibbles::load(sums + 32 * (2 * half + k));
+          v[2 * k] = _mm512_unpacklo_ps(sum.even, sum.odd);
+          v[2 * k + 1] = _mm512_unpackhi_ps(sum.even, sum.odd);
         }
         gather_lanes(v, out + 16 * half, 32);
       }
@@ -133,8 +165,15 @@ struct Avx512 {
   };
 
   // Lane l of a row has outputs 16l..16l+15; vector k has outputs 4k..4k+3 of each lane. Weights are stored plus 128, unsigned.
-  struct Eight : Sums {
-    static constexpr int bits = 8, vectors = 4, unit = 64, zero = 128, rows = 4, columns = 4;
+  struct Eight {
+    using V = Avx512;
+    using W = __m512i;
+    using I = __m512i;
+    using F = __m512;
+    static constexpr int bits = 8, vectors = 4, unit = 64, unit_bytes = 64, zero = 128, rows = 4, columns = 4;
+
+    static I step(I a, W w, __m512i x) { return in_order(_mm512_dpbusd_epi32(a, w, x)); }
+    static I first(W w) { return w; }
 
     template <class Use>
     static __attribute__((always_inline)) void unpack(const std::uint8_t* const* rows, std::int64_t offset, Use use) {
@@ -171,7 +210,7 @@ std::int64_t peak(std::int64_t rounds) {
 #pragma GCC unroll 16
     for (int k = 0; k < 16; ++k) {
       w = Avx512::in_order(w);  // or the compiler computes one product for all
-      sum[k] = Avx512::Sums::step(sum[k], w, x);
+      sum[k] = Avx512::Eight::step(sum[k], w, x);
     }
   }
   for (int k = 0; k < 16; ++k) asm volatile("" : : "m"(sum[k]));

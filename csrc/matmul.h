@@ -97,6 +97,7 @@ struct Quantised {
 
   const Product& p;
   float *sums, *totals;  // [rows, columns] of a part, and of the parts before it
+  float* into = nullptr;  // that of them to which products are added
   const std::uint8_t **row_table, **padded_rows;
   std::uint8_t* padding;
   typename B::W* unpacked;
@@ -135,14 +136,19 @@ struct Quantised {
     const std::int64_t units = (width + unit - 1) / unit, stride = units * unit;
     std::memset(totals, 0, rows * stride * sizeof(float));
     const std::uint8_t **now = row_table, **next = row_table + p.group;
-    const std::int64_t last = p.first_group(p.last_part);
-    std::int64_t g = p.first_group(p.first_part), count = g < last ? find_rows(g, c, now) : 0;
+    const std::int64_t first = p.first_group(p.first_part), last = p.first_group(p.last_part);
+    std::int64_t g = first, count = g < last ? find_rows(g, c, now) : 0;
     for (std::int64_t part = p.first_part; part < p.last_part; ++part) {
-      std::memset(sums, 0, rows * stride * sizeof(float));
+      into = part == p.first_part ? totals : sums;
+      if (into == sums) std::memset(sums, 0, rows * stride * sizeof(float));
       for (; g < p.first_group(part + 1); ++g) {
-        const std::int64_t count_next = g + 1 < last ? find_rows(g + 1, c, next) : 0;
+        // behind the last group come the next columns
+        const std::int64_t count_next = g + 1 < last         ? find_rows(g + 1, c, next)
+                                        : c + width < p.end ? find_rows(first, c + width, next)
+                                                            : 0;
         Prefetch ahead{next, count_next, width * B::bits / 8};
-        const std::int64_t steps = larger(1, units * count / 4);
+        // one row goes from quad to quad, more go from tile to tile
+        const std::int64_t steps = larger(1, units * (rows == 1 ? count / 4 : rows / B::rows + rows % B::rows));
         ahead.lines = (count_next * ((width * B::bits / 8 + 63) / 64) + steps - 1) / steps;
         for (std::int64_t u = 0; u < units && count; ++u)
           group(g, r, rows, now, count, ahead, c + u * unit, u * unit, smaller(unit, width - u * unit), stride);
@@ -151,7 +157,7 @@ struct Quantised {
         next = swap;
         count = count_next;
       }
-      add_up(sums, rows * stride, totals);
+      if (into == sums) add_up(sums, rows * stride, totals);
     }
     finish(r, rows, c, width, stride);
   }
@@ -196,7 +202,7 @@ struct Quantised {
     if (rows == 1) {
       const std::int8_t* x = static_cast<const std::int8_t*>(p.x[r]) + first;
       const std::int32_t sum = -p.sums[r][g];
-      float* to = sums + at;
+      float* to = into + at;
       const auto weights = [&](std::int64_t q, auto use) __attribute__((always_inline)) {
         ahead.advance();
         B::unpack(row + 4 * q, offset, use);
@@ -207,14 +213,19 @@ struct Quantised {
       tile<B, 1, B::vectors>(weights, quads, &x, start, scales, &to);
       return;
     }
-    for (std::int64_t q = 0; q < quads; ++q) {
-      ahead.advance();
+    for (std::int64_t q = 0; q < quads; ++q)
       B::unpack(row + 4 * q, offset, [&](int n, typename B::W w) __attribute__((always_inline)) { unpacked[q * B::vectors + n] = w; });
-    }
     const auto all_rows = [&](auto quads) __attribute__((always_inline)) {
+      const typename B::I* own_zeros = zero_row ? zeros : nullptr;
       std::int64_t i = 0;
-      for (; i + B::rows <= rows; i += B::rows) tiles<B::rows>(g, r + i, i, first, quads, zero_row ? zeros : nullptr, scales, at, stride);
-      for (; i < rows; ++i) tiles<1>(g, r + i, i, first, quads, zero_row ? zeros : nullptr, scales, at, stride);
+      for (; i + B::rows <= rows; i += B::rows) {
+        ahead.advance();
+        tiles<B::rows>(g, r + i, i, first, quads, own_zeros, scales, at, stride);
+      }
+      for (; i < rows; ++i) {
+        ahead.advance();
+        tiles<1>(g, r + i, i, first, quads, own_zeros, scales, at, stride);
+      }
     };
     if (quads == 8) {  // all of the usual 32 channels, in a row of instructions without a loop
       all_rows(std::integral_constant<std::int64_t, 8>());
@@ -232,7 +243,7 @@ struct Quantised {
     std::int32_t start[R];
     for (int k = 0; k < R; ++k) {
       x[k] = static_cast<const std::int8_t*>(p.x[r + k]) + first;
-      to[k] = sums + (i + k) * stride + at;
+      to[k] = into + (i + k) * stride + at;
       start[k] = zeros ? -p.sums[r + k][g] : -B::zero * p.sums[r + k][g];
     }
 #pragma GCC unroll 1
