@@ -19,13 +19,14 @@ void normalise(const float* weight, bool per_head, float* x, std::int64_t tokens
     rms_norm(x, weight, x, tokens, heads * dim, eps);
 }
 
-// Rotates a head [dim] by halves: (a, b) -> (a cos - b sin, b cos + a sin).
-void rotate(const float* x, const float* cos, const float* sin, std::int64_t dim, float* out) {
+// Rotates a head [dim] in its place, by halves: (a, b) -> (a cos - b sin, b cos + a sin).
+void rotate(float* x, const float* __restrict cos, const float* __restrict sin, std::int64_t dim) {
   const std::int64_t half = dim / 2;
+  float *__restrict first = x, *__restrict second = x + half;  // or the compiler takes one number at a time
   for (std::int64_t i = 0; i < half; ++i) {
-    const float a = x[i], b = x[i + half];
-    out[i] = a * cos[i] - b * sin[i];
-    out[i + half] = b * cos[i + half] + a * sin[i + half];
+    const float a = first[i], b = second[i];
+    first[i] = a * cos[i] - b * sin[i];
+    second[i] = b * cos[i + half] + a * sin[i + half];
   }
 }
 
@@ -58,13 +59,12 @@ void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, co
   in_pieces(tokens, 8, tokens * (query_width + 2 * key_width), [&, q = query.data(), k = key.data(), v = value.data()](
                                                                    std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) {
-      for (std::int64_t head = 0; head < layer.heads; ++head) {
-        float* state = q + t * query_width + head * dim;
-        rotate(state, cos + t * dim, sin + t * dim, dim, state);
-      }
+      for (std::int64_t head = 0; head < layer.heads; ++head)
+        rotate(q + t * query_width + head * dim, cos + t * dim, sin + t * dim, dim);
       for (std::int64_t head = 0; head < layer.kv_heads; ++head) {
         const std::int64_t from = t * key_width + head * dim, to = (head * capacity + length + t) * dim;
-        rotate(k + from, cos + t * dim, sin + t * dim, dim, keys + to);
+        rotate(k + from, cos + t * dim, sin + t * dim, dim);
+        std::copy_n(k + from, dim, keys + to);
         std::copy_n(v + from, dim, values + to);
       }
     }
