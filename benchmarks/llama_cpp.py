@@ -217,8 +217,10 @@ def main(
             }
             for name in measures if count == counts[0] else ["decode"]:
                 our_run, their_run = measures[name]
-                our_run()  # warm
-                times = [(our_run(), their_run()) for _ in range(repetitions)]
+                times = []
+                for _ in range(repetitions):
+                    our_run()  # as llama-bench does before it measures
+                    times.append((our_run(), their_run()))
                 mine, peer = (statistics.median(column) for column in zip(*times, strict=True))
                 rows.append({"shape": shape, "measure": name, "threads": count, "ours_ms": mine, "llama_cpp_ms": peer,
                              "ratio": peer / mine, "target": TARGETS[name], "runs": times})

@@ -167,8 +167,8 @@ class FourBits {
   }
 
   static inline __attribute__((always_inline)) void ask(Ahead& ahead) {
-    _mm_prefetch(reinterpret_cast<const char*>(ahead.line), _MM_HINT_T0);
-    _mm_prefetch(reinterpret_cast<const char*>(ahead.line + 64), _MM_HINT_T0);
+    _mm_prefetch(reinterpret_cast<const char*>(ahead.line), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(ahead.line + 64), _MM_HINT_T1);
     ahead.line += 128;
     if (ahead.line >= ahead.end) ahead.next();
   }
