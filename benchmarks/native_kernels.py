@@ -1,6 +1,6 @@
 """Speed of the native kernels against what the machine can do: memory that is read, and multiply-adds in registers alone.
 
-    python benchmarks/native_kernels.py --threads 2 --json benchmarks/results/kernels.json
+    python benchmarks/native_kernels.py --threads 2 --json benchmarks/results/kernels-avx512.json
 
 One layer of OLMoE's shape at a time (64 experts, top 8, 4 bits in groups of 32; random weights). Every ratio comes from runs that
 took turns; each figure is the median of its repetitions.
