@@ -15,7 +15,7 @@ from edgexpert.errors import UserError
 from edgexpert.training.corpus import END_OF_TEXT, documents, is_held_out, prepare
 from edgexpert.training.experts import SORTED
 from edgexpert.training.growth import split_experts
-from edgexpert.training.model import STORIES, Phase, balance_loss, learning_rate, train_model
+from edgexpert.training.model import STORIES, Phase, balance_loss, fast_bfloat16, learning_rate, train_model
 
 TINY = replace(
     STORIES,
@@ -161,3 +161,11 @@ def test_a_missing_corpus_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"a\.txt does not exist"):
         train_model(TINY, tmp_path / "empty", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("unit", "fast"), [("amx_bf16", True), ("avx512_bf16", True), ("avx512_vnni", False)])
+def test_training_multiplies_in_bfloat16_where_the_processor_has_a_unit_for_it(
+    unit: str, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {unit: True})
+    assert fast_bfloat16() is fast

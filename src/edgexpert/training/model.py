@@ -179,7 +179,8 @@ def keep_freed_memory() -> None:
 
 def fast_bfloat16() -> bool:
     """Whether this CPU has a unit for bfloat16 products; without one they take ten times as long as float32 ones."""
-    return bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("amx_bf16", False) or has.get("avx512_bf16", False))
 
 
 @torch.no_grad()
