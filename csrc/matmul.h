@@ -9,8 +9,6 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <type_traits>
-#include <utility>
 
 #include "isa.h"
 
@@ -44,8 +42,8 @@ struct Prefetch {
 // R rows of activations times N vectors of outputs of one group, added to `to`. `weights(q, use)` calls use(n, w) with
 // each of the N vectors of quad q; x[r] has four activations a quad; offset(r, n) is what an integer sum starts from. Where `step`
 // adds in 16 bits, B::steps of them are added before they join the sum in 32.
-template <class B, int R, int N, class Weights, class Quads, class Offset>
-inline __attribute__((always_inline)) void tile(Weights weights, Quads quads, const std::int8_t* const* x, Offset offset,
+template <class B, int R, int N, class Weights, class Offset>
+inline __attribute__((always_inline)) void tile(Weights weights, std::int64_t quads, const std::int8_t* const* x, Offset offset,
                                                 const typename B::F* scales, float* const* to) {
   using V = typename B::V;
   typename B::I total[R][N];
@@ -67,12 +65,8 @@ inline __attribute__((always_inline)) void tile(Weights weights, Quads quads, co
       for (int r = 0; r < R; ++r)
         for (int n = 0; n < N; ++n) total[r][n] = B::fold(total[r][n], sum[r][n]);
     }
-  } else if constexpr (std::is_integral_v<Quads>) {
-    for (std::int64_t q = 0; q < quads; ++q) add_quad(total, q);
   } else {
-    [&]<std::int64_t... q>(std::integer_sequence<std::int64_t, q...>) __attribute__((always_inline)) {
-      (add_quad(total, q), ...);
-    }(std::make_integer_sequence<std::int64_t, Quads::value>());
+    for (std::int64_t q = 0; q < quads; ++q) add_quad(total, q);
   }
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < N; ++n) {
@@ -215,27 +209,20 @@ struct Quantised {
     }
     for (std::int64_t q = 0; q < quads; ++q)
       B::unpack(row + 4 * q, offset, [&](int n, typename B::W w) __attribute__((always_inline)) { unpacked[q * B::vectors + n] = w; });
-    const auto all_rows = [&](auto quads) __attribute__((always_inline)) {
-      const typename B::I* own_zeros = zero_row ? zeros : nullptr;
-      std::int64_t i = 0;
-      for (; i + B::rows <= rows; i += B::rows) {
-        ahead.advance();
-        tiles<B::rows>(g, r + i, i, first, quads, own_zeros, scales, at, stride);
-      }
-      for (; i < rows; ++i) {
-        ahead.advance();
-        tiles<1>(g, r + i, i, first, quads, own_zeros, scales, at, stride);
-      }
-    };
-    if (quads == 8) {  // all of the usual 32 channels, in a row of instructions without a loop
-      all_rows(std::integral_constant<std::int64_t, 8>());
-    } else {
-      all_rows(quads);
+    const typename B::I* own_zeros = zero_row ? zeros : nullptr;
+    std::int64_t i = 0;
+    for (; i + B::rows <= rows; i += B::rows) {
+      ahead.advance();
+      tiles<B::rows>(g, r + i, i, first, quads, own_zeros, scales, at, stride);
+    }
+    for (; i < rows; ++i) {
+      ahead.advance();
+      tiles<1>(g, r + i, i, first, quads, own_zeros, scales, at, stride);
     }
   }
 
-  template <int R, class Quads>
-  void tiles(std::int64_t g, std::int64_t r, std::int64_t i, std::int64_t first, Quads quads, const typename B::I* zeros,
+  template <int R>
+  void tiles(std::int64_t g, std::int64_t r, std::int64_t i, std::int64_t first, std::int64_t quads, const typename B::I* zeros,
              const typename B::F* scales, std::int64_t at, std::int64_t stride) {
     constexpr int N = R == 1 ? B::vectors : B::columns;
     const std::int8_t* x[R];
