@@ -4,7 +4,7 @@
 
 FOLDER holds what is made once: llama.cpp, built from the source package of llama-cpp-python, and the models (5 GB for
 each of both).
-Speed only: with random weights the routing is random, too, which is the worst case for caches.
+Speed only: the weights are random, on both sides with the share of common experts that `conversion.sources.dummy` gives.
 
 Everything is measured with the first number of threads, decoding alone with the others. Ours is measured without a policy
 (exact); a verify stage gives the logits of all its tokens, llama.cpp's of the last alone.
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import typer
 from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
@@ -33,7 +34,14 @@ from transformers import PreTrainedConfig
 from common import machine
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
-from edgexpert.conversion.sources.dummy import DummySource, dummy_config
+from edgexpert.conversion.sources.dummy import (
+    NIBBLE_PAIRS,
+    STD,
+    STD_OF_CODES,
+    DummySource,
+    dummy_config,
+    random_embedding,
+)
 from edgexpert.kernels import native
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
@@ -86,17 +94,18 @@ def write_gguf(config: PreTrainedConfig, path: Path) -> None:
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
-    random = np.random.Generator(np.random.SFC64(0))
+    random, Q4_0 = np.random.Generator(np.random.SFC64(0)), GGMLQuantizationType.Q4_0
 
     def quantised(name: str, *shape: int) -> None:
-        blocks = random.integers(0, 256, (int(np.prod(shape)) // 32, 18), dtype=np.uint8)
-        blocks[:, :2] = np.frombuffer(np.float16(0.004).tobytes(), dtype=np.uint8)
-        writer.add_tensor(name, blocks.reshape(*shape[:-1], shape[-1] // 32 * 18), raw_dtype=GGMLQuantizationType.Q4_0)
+        blocks = NIBBLE_PAIRS[random.integers(0, 256, (int(np.prod(shape)) // 32, 18), dtype=np.uint8)]
+        blocks[:, :2] = np.frombuffer(np.float16(STD / STD_OF_CODES[4]).tobytes(), dtype=np.uint8)
+        writer.add_tensor(name, blocks.reshape(*shape[:-1], shape[-1] // 32 * 18), raw_dtype=Q4_0)
 
     def floats(name: str, *shape: int) -> None:
-        writer.add_tensor(name, random.standard_normal(shape, dtype=np.float32) * 0.02 + (len(shape) == 1))
+        writer.add_tensor(name, random.standard_normal(shape, dtype=np.float32) * STD + (len(shape) == 1))
 
-    quantised("token_embd.weight", vocab, hidden)
+    embedding = random_embedding(vocab, hidden, torch.Generator().manual_seed(0)).numpy()
+    writer.add_tensor("token_embd.weight", quantize(embedding, Q4_0), raw_dtype=Q4_0)
     floats("output_norm.weight", hidden)
     if not granite:
         quantised("output.weight", vocab, hidden)

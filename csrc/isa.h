@@ -16,6 +16,8 @@ constexpr std::int64_t kColumns = 128;    // columns are split at multiples of t
 constexpr std::int64_t kRows = 64;        // most rows that share one unpacking of the weights
 constexpr std::int64_t kAccumulators = 8192;  // most floats that are summed at once
 
+constexpr std::int32_t kBins = 512;       // into which values are sorted to find the least of the largest
+
 // A product of some rows of activations with columns [begin, end) of one matrix.
 struct Product {
   const std::uint8_t* values;
@@ -72,6 +74,13 @@ struct Isa {
                         std::int64_t begin, std::int64_t end);  // outputs [begin, end) of float_linear
   void (*attend)(const Attention& a, const TokenBlock& block, std::int64_t kv_head, float* scratch);
   float (*exp_sum)(const float* x, std::int64_t n, float top);
+  // The inner loops of select.h.
+  float (*weigh)(const float* x, float weight, std::int64_t n, float* out);
+  void (*sort_into_bins)(const float* values, std::int64_t n, float largest, std::uint16_t* bins);
+  std::int64_t (*values_of_bin)(const float* values, const std::uint16_t* bins, std::int64_t n, std::uint16_t bin, float* out);
+  void (*mark)(const float* values, float least, std::int64_t n, bool* marked);
+  void (*add_scores)(const float* x, float weight, const bool* needed, std::int64_t n, float* all, float* salient);
+  void (*load_salient)(const float* all, const float* salient, float ratio, std::int64_t n, bool* loaded);
 };
 
 inline constexpr std::int64_t scratch_bytes(std::int64_t group, std::int64_t groups) {

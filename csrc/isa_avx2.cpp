@@ -4,6 +4,7 @@
 #include "avx2_four.h"
 #include "dense_isa.h"
 #include "matmul.h"
+#include "select_isa.h"
 
 namespace edgexpert {
 namespace {
@@ -165,6 +166,6 @@ std::int64_t peak(std::int64_t rounds) {
 }  // namespace
 
 const Isa isa_avx2 = {"avx2", product_avx2<Avx2>, join, quantise, activate, add_scaled,
-                      read, peak, rms_norm_row, float_product, attend, exp_sum};
+                      read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient};
 
 }  // namespace edgexpert

@@ -9,6 +9,7 @@
 
 #include "dense_isa.h"
 #include "matmul.h"
+#include "select_isa.h"
 
 namespace edgexpert {
 namespace {
@@ -220,6 +221,6 @@ std::int64_t peak(std::int64_t rounds) {
 }  // namespace
 
 const Isa isa_avx512 = {"avx512", product<Avx512>, join, quantise, activate, add_scaled,
-                        read, peak, rms_norm_row, float_product, attend, exp_sum};
+                        read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient};
 
 }  // namespace edgexpert

@@ -1,6 +1,7 @@
 // Plain C++ for any processor: loops of fixed length over a unit of 32 outputs, which compilers turn into vector instructions.
 #include "dense_isa.h"
 #include "matmul.h"
+#include "select_isa.h"
 
 namespace edgexpert {
 namespace {
@@ -128,6 +129,6 @@ std::int64_t peak(std::int64_t rounds) {
 }  // namespace
 
 const Isa isa_portable = {"portable", product<Portable>, join, quantise, activate, add_scaled,
-                          read, peak, rms_norm_row, float_product, attend, exp_sum};
+                          read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient};
 
 }  // namespace edgexpert

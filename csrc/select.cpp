@@ -6,36 +6,28 @@
 #include <functional>
 #include <vector>
 
+#include "isa.h"
 #include "pool.h"
 
 namespace edgexpert {
 namespace {
 
-constexpr int kBins = 2048;  // by exponent and the three highest bits of the mantissa
-
-int bin_of(float value) { return static_cast<int>(std::bit_cast<std::uint32_t>(value) >> 20); }
-
-// The least of the largest values that together hold `share` of the sum; values are not negative.
-float least_of_share(const float* values, std::int64_t n, double share, std::vector<float>& boundary) {
-  double sums[kBins] = {}, others[kBins] = {};  // two, so that neighbours do not wait for each other
-  for (std::int64_t i = 0; i + 1 < n; i += 2) {
-    sums[bin_of(values[i])] += values[i];
-    others[bin_of(values[i + 1])] += values[i + 1];
-  }
-  if (n % 2) sums[bin_of(values[n - 1])] += values[n - 1];
-  for (int bin = 0; bin < kBins; ++bin) sums[bin] += others[bin];
+// The least of the largest values that together hold `share` of the sum. Values are not negative, and none is above `largest`.
+float least_of_share(const float* values, std::int64_t n, float largest, double share) {
+  thread_local std::vector<std::uint16_t> bins;
+  thread_local std::vector<float> boundary;
+  bins.resize(n);
+  isa().sort_into_bins(values, n, largest, bins.data());
+  double sums[4][kBins] = {};  // several, so that neighbours do not wait for each other
+  for (std::int64_t i = 0; i < n; ++i) sums[i % 4][bins[i]] += values[i];
   double total = 0;
-  for (int bin = kBins - 1; bin >= 0; --bin) total += sums[bin];
+  for (int bin = 0; bin < kBins; ++bin) total += sums[0][bin] += sums[1][bin] + sums[2][bin] + sums[3][bin];
   const double target = share * total;
   double held = 0;
-  int bin = kBins - 1;
-  while (bin > 0 && (sums[bin] == 0 || held + sums[bin] < target)) held += sums[bin--];
+  int bin = 0;
+  while (bin < kBins - 1 && (sums[0][bin] == 0 || held + sums[0][bin] < target)) held += sums[0][bin++];
   boundary.resize(n + 1);
-  std::int64_t count = 0;
-  for (std::int64_t i = 0; i < n; ++i) {
-    boundary[count] = values[i];
-    count += bin_of(values[i]) == bin;
-  }
+  const std::int64_t count = isa().values_of_bin(values, bins.data(), n, static_cast<std::uint16_t>(bin), boundary.data());
   if (count == 0) return 0;  // nothing but zeros
   std::sort(boundary.begin(), boundary.begin() + count, std::greater<>());
   for (std::int64_t i = 0; i < count; ++i) {
@@ -45,31 +37,6 @@ float least_of_share(const float* values, std::int64_t n, double share, std::vec
   return boundary[count - 1];
 }
 
-// all += |x| * weight; salient the same where a channel is needed. Without a branch, so that it becomes vector code.
-void add_scores(const float* __restrict x, float weight, const bool* __restrict needed, std::int64_t channels, float* __restrict all,
-                float* __restrict salient) {
-  for (std::int64_t c = 0; c < channels; ++c) {
-    const float score = std::fabs(x[c]) * weight;
-    all[c] += score;
-    salient[c] += std::bit_cast<float>(std::bit_cast<std::uint32_t>(score) & (0u - static_cast<std::uint32_t>(needed[c])));
-  }
-}
-
-void load_salient(const float* __restrict all, const float* __restrict salient, float ratio, std::int64_t channels,
-                  bool* __restrict loaded) {
-  auto* bytes = reinterpret_cast<std::uint8_t*>(loaded);
-  for (std::int64_t c = 0; c < channels; ++c) bytes[c] |= static_cast<std::uint8_t>(salient[c] > ratio * all[c]);
-}
-
-float largest(const float* values, std::int64_t n) {
-  float lanes[8] = {};
-  std::int64_t i = 0;
-  for (; i + 8 <= n; i += 8)
-    for (int lane = 0; lane < 8; ++lane) lanes[lane] = values[i + lane] > lanes[lane] ? values[i + lane] : lanes[lane];
-  for (; i < n; ++i) lanes[0] = values[i] > lanes[0] ? values[i] : lanes[0];
-  return *std::max_element(lanes, lanes + 8);
-}
-
 }  // namespace
 
 void needed_channels(const float* activations, const std::int64_t* rows, const float* weights, const std::int64_t* offsets,
@@ -77,20 +44,18 @@ void needed_channels(const float* activations, const std::int64_t* rows, const f
   parallel_for(tokens, [&](std::int64_t token, int) {
     const std::int64_t first = offsets[token], last = offsets[token + 1], n = (last - first) * channels;
     if (n == 0) return;
-    thread_local std::vector<float> importance, boundary;
+    thread_local std::vector<float> importance, peaks;
     importance.resize(n);
-    for (std::int64_t pair = first; pair < last; ++pair) {
-      const float* x = activations + (rows ? rows[pair] : pair) * channels;
-      const float weight = std::fabs(weights[pair]);
-      float* own = importance.data() + (pair - first) * channels;
-      for (std::int64_t c = 0; c < channels; ++c) own[c] = std::fabs(x[c]) * weight;
-    }
-    const float least = least_of_share(importance.data(), n, share, boundary);
+    peaks.resize(last - first);
+    for (std::int64_t pair = first; pair < last; ++pair)
+      peaks[pair - first] = isa().weigh(activations + (rows ? rows[pair] : pair) * channels, std::fabs(weights[pair]), channels,
+                                        importance.data() + (pair - first) * channels);
+    const float least = least_of_share(importance.data(), n, *std::max_element(peaks.begin(), peaks.end()), share);
     for (std::int64_t pair = first; pair < last; ++pair) {
       const float* own = importance.data() + (pair - first) * channels;
       bool* needed = mask + pair * channels;
-      for (std::int64_t c = 0; c < channels; ++c) needed[c] = own[c] >= least;
-      if (largest(own, channels) < least) needed[std::max_element(own, own + channels) - own] = true;  // every pair keeps its own
+      isa().mark(own, least, channels, needed);
+      if (peaks[pair - first] < least) needed[std::max_element(own, own + channels) - own] = true;  // every pair keeps its own
     }
   });
 }
@@ -114,9 +79,9 @@ void salient_channels(const float* activations, const std::int64_t* rows, const 
       std::fill(all.begin(), all.end(), 0.0f);
       std::fill(salient.begin(), salient.end(), 0.0f);
       for (; it != order.end() && pair_expert[*it] == expert && pair_depth[*it] == depth; ++it)
-        add_scores(activations + (rows ? rows[*it] : *it) * channels, weights ? weights[*it] : 1.0f, mask + *it * channels, channels,
+        isa().add_scores(activations + (rows ? rows[*it] : *it) * channels, weights ? weights[*it] : 1.0f, mask + *it * channels, channels,
                    all.data(), salient.data());
-      load_salient(all.data(), salient.data(), selection_ratio, channels, own);
+      isa().load_salient(all.data(), salient.data(), selection_ratio, channels, own);
     }
   });
 }

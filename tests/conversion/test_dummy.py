@@ -11,10 +11,13 @@ import torch
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.layout import plan_layout
 from edgexpert.conversion.options import Options
-from edgexpert.conversion.sources.dummy import STD, DummySource, dummy_config
+from edgexpert.conversion.sources.dummy import EMBEDDING_STD, STD, DummySource, dummy_config
 from edgexpert.errors import UserError
+from edgexpert.model.host import HostedModel
+from edgexpert.model.loading import load_model
 from edgexpert.packing.reading import Pack
 from edgexpert.resources import MODELS
+from edgexpert.stage import Stage
 from tests.conftest import make_model
 from tests.conversion.conftest import float_weights
 
@@ -46,10 +49,22 @@ def test_weights_are_random_of_the_usual_size_and_marked(options: Options, tmp_p
         if "norm" in name:
             assert torch.equal(weight, torch.ones_like(weight))
         else:
-            assert float(weight.std()) == pytest.approx(STD, rel=0.15), name
+            std = EMBEDDING_STD if "embed" in name else STD
+            assert float(weight.std()) == pytest.approx(std, rel=0.15), name
     model = make_model("deepseek_v2", num_hidden_layers=2)
     model.load_state_dict(weights)
     assert model(torch.arange(20)[None]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "olmoe"])
+def test_65_tokens_go_to_as_many_experts_as_the_paper_tells_of_64_candidates(name: str, tmp_path: Path) -> None:
+    experts = {"num_local_experts": 128} if name == "granitemoe" else {"num_experts": 128}
+    config = make_model(name, num_hidden_layers=8, hidden_size=256, num_experts_per_tok=8, vocab_size=5000, **experts).config
+    config.save_pretrained(tmp_path)
+    convert(DummySource(dummy_config(str(tmp_path)), "tiny"), tmp_path / "out", Options(4, 8))
+    host = HostedModel(load_model(str(tmp_path / "out")).model)
+    output = host.run(Stage.prefill(torch.randperm(5000)[:65]), host.new_cache(65))
+    assert output.experts_loaded / host.layers == pytest.approx(52.1, abs=4)
 
 
 def test_a_second_time_gives_the_same_bytes_and_a_tokenizer_comes_along(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from edgexpert.speculation.eagle3 import Eagle3Config, Eagle3Model
 from edgexpert.speculation.eagle3_config import default_fused_layers
 from edgexpert.speculation.loading import BESIDE_MODEL
 
-DRAFT_VOCABULARY = 32000
+VOCABULARY_SHARE = 4  # published drafts propose a quarter of the tokens: 32,000 of Llama 3.1's 128,256, or of Qwen3's 151,936
 INTERMEDIATE = 3  # times the hidden size, as in published drafts
 LOGIT_STD = 6.0
 """A trained draft is sure of some tokens, so its trees are deep. Logits this far apart give random ones the same form."""
@@ -29,8 +29,8 @@ def write_dummy_draft(config: PreTrainedConfig, folder: Path) -> bool:
     sizes = Eagle3Config(
         hidden_size=hidden, intermediate_size=INTERMEDIATE * hidden, num_attention_heads=heads,
         num_key_value_heads=min(heads, config.num_key_value_heads), head_dim=hidden // heads, vocab_size=vocabulary,
-        draft_vocab_size=min(DRAFT_VOCABULARY, vocabulary), target_hidden_size=hidden, fused_layers=default_fused_layers(layers),
-        max_position_embeddings=config.max_position_embeddings,
+        draft_vocab_size=max(1, vocabulary // VOCABULARY_SHARE), target_hidden_size=hidden,
+        fused_layers=default_fused_layers(layers), max_position_embeddings=config.max_position_embeddings,
     )
     torch.manual_seed(0)
     draft = Eagle3Model(sizes, torch.empty(vocabulary, hidden, device="meta"))

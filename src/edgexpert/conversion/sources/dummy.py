@@ -26,11 +26,17 @@ from edgexpert.packing.matrix import PackedMatrix, padded
 from edgexpert.resources import MODELS, PUBLISHED, bundled_folder
 
 STD = 0.02
-"""Of all weights; the usual `initializer_range`."""
-STD_OF_CODES = {4: (255 / 12) ** 0.5, 8: (254**2 / 12) ** 0.5}
-"""Of codes that are uniformly random: 16 values, and about 255."""
+"""Of all weights but embeddings; the usual `initializer_range`."""
+EMBEDDING_STD = 10.0
+COMMON = 0.68
+"""Share of an embedding's variance that all tokens have in common, so that they share experts as those of a real model do: 65
+tokens go to 52 experts of 128, which is what EdgeXpert's section 1 tells of Qwen3 and 64 candidates."""
+STD_OF_CODES = {4: (224 / 12) ** 0.5, 8: (254**2 / 12) ** 0.5}
+"""Of codes that are uniformly random: -7 to 7, and -127 to 127 (about)."""
+NIBBLES = [8, *range(1, 16)]
+"""Codes are stored plus 8. There is no -8: weights whose mean is not zero push all tokens in one direction, to few experts."""
+NIBBLE_PAIRS = np.array([[low | high << 4 for low in NIBBLES] for high in NIBBLES], np.uint8).flatten()
 TOKENIZER = "stories"
-
 
 
 class DummySource(Source):
@@ -51,10 +57,12 @@ class DummySource(Source):
         return torch.bfloat16
 
     def read(self, name: str) -> Tensor:
-        """Normal weights; ones for norms and zeros for biases."""
+        """Normal weights; ones for norms, zeros for biases, and `random_embedding`."""
         shape = self._state[name].shape
         if len(shape) > 1:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            if "embed" in name:
+                return random_embedding(shape[0], shape[1], generator).bfloat16()
             return torch.empty(shape, dtype=torch.bfloat16).normal_(0, STD, generator=generator)
         return torch.ones(shape) if "norm" in name else torch.zeros(shape)
 
@@ -66,11 +74,12 @@ class DummySource(Source):
                 values = torch.from_numpy(random.standard_normal((channels, width), dtype=np.float32)).mul_(STD).bfloat16()
                 yield PackedMatrix(values, None, None, channels, matrix.outputs, 16, group)
                 continue
-            size = channels * width * matrix.bits // 8
-            words = torch.from_numpy(random.integers(0, 1 << 64, size // 8, dtype=np.uint64))
-            values = words.view(torch.uint8).view(channels, -1)
-            if matrix.bits == 8:
-                values = values.view(torch.int8).clamp_(min=-127)
+            random_bytes = random.integers(0, 1 << 64, channels * width * matrix.bits // 64, dtype=np.uint64).view(np.uint8)
+            if matrix.bits == 4:
+                values = torch.from_numpy(NIBBLE_PAIRS[random_bytes])
+            else:
+                values = torch.from_numpy(random_bytes).view(torch.int8).clamp_(min=-127)
+            values = values.view(channels, -1)
             rows = (channels // group, width)
             scales = torch.full(rows, STD / STD_OF_CODES[matrix.bits], dtype=torch.float16)
             zeros = torch.full(rows, 8, dtype=torch.uint8) if zero_point and matrix.bits == 4 else None
@@ -85,6 +94,12 @@ class DummySource(Source):
             return
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(bundled / name, folder / name)
+
+
+def random_embedding(tokens: int, hidden: int, generator: torch.Generator) -> Tensor:
+    """Normal float32 [tokens, hidden], of which all tokens have a part in common; too large to drown in what layers add."""
+    own, common = (torch.empty(rows, hidden).normal_(0, EMBEDDING_STD, generator=generator) for rows in (tokens, 1))
+    return own.mul_((1 - COMMON) ** 0.5).add_(common * COMMON**0.5)
 
 
 def dummy_config(name: str) -> PreTrainedConfig:
