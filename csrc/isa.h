@@ -81,6 +81,9 @@ struct Isa {
   void (*mark)(const float* values, float least, std::int64_t n, bool* marked);
   void (*add_scores)(const float* x, float weight, const bool* needed, std::int64_t n, float* all, float* salient);
   void (*load_salient)(const float* all, const float* salient, float ratio, std::int64_t n, bool* loaded);
+  void (*list_channels)(const bool* loaded, std::int64_t n, std::int64_t block, std::int32_t* channels, std::int32_t* quads);
+  void (*pack_channels)(const std::int8_t* x, const bool* loaded, const bool* compute, std::int64_t n, std::int64_t block,
+                        std::int8_t* packed, std::int32_t* sums);
 };
 
 inline constexpr std::int64_t scratch_bytes(std::int64_t group, std::int64_t groups) {

@@ -35,7 +35,7 @@ struct Task {
 };
 
 // Shared by all calls, which hold busy().
-Buffer quantised, token_sums, token_scales, packed, packed_sums, channel_lists, quad_lists, row_x, row_sums, row_scales, products,
+Buffer quantised, token_sums, token_scales, packed, packed_sums, everything, channel_lists, quad_lists, row_x, row_sums, row_scales, products,
     activations, partial, scratch;
 std::vector<Task> tasks;
 
@@ -60,26 +60,15 @@ void add_sums(const std::int8_t* q, const std::int32_t* quads, std::int64_t bloc
   }
 }
 
-// The channels that an expert reads, each block padded to whole quads; -1 - channel marks padding.
-void list_channels(const Weights& w, const bool* loaded, std::int32_t* channels, std::int32_t* quads) {
-  const std::int64_t block = block_of(w), blocks = blocks_of(w);
-  std::int64_t n = 0;
-  quads[0] = 0;
-  for (std::int64_t g = 0; g < blocks; ++g) {
-    for (std::int64_t c = g * block; c < std::min((g + 1) * block, w.channels); ++c) {
-      channels[n] = static_cast<std::int32_t>(c);  // without a branch: a random selection cannot be predicted
-      n += !loaded || loaded[c];
+// As Isa::pack_channels.
+void pack_floats(const float* x, const bool* loaded, const bool* compute, std::int64_t n, std::int64_t block, float* packed) {
+  std::int64_t count = 0;
+  for (std::int64_t begin = 0; begin < n; begin += block) {
+    for (std::int64_t i = begin; i < std::min(begin + block, n); ++i) {
+      packed[count] = compute && !compute[i] ? 0.0f : x[i];
+      count += loaded[i];
     }
-    for (const std::int64_t last = n - 1; n % 4; ++n) channels[n] = -1 - channels[last];
-    quads[g + 1] = static_cast<std::int32_t>(n / 4);
-  }
-}
-
-template <class T>
-void pack_row(const T* x, const std::int32_t* channels, std::int64_t n, const bool* compute, T* out) {
-  for (std::int64_t i = 0; i < n; ++i) {
-    const std::int32_t c = channels[i];
-    out[i] = c < 0 || (compute && !compute[c]) ? T{} : x[c];
+    for (; count % 4; ++count) packed[count] = 0.0f;
   }
 }
 
@@ -93,10 +82,12 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
   const Isa& set = isa();
   if (!count) return;
 
-  const std::int64_t lists = selected ? experts : 1;
-  auto* channel_list = channel_lists.get<std::int32_t>(lists * (channels + 4));
+  const std::int64_t lists = selected ? experts : 1, room = channels + 16;
+  auto* channel_list = channel_lists.get<std::int32_t>(lists * room);
   auto* quad_list = quad_lists.get<std::int32_t>(lists * (blocks + 1));
-  if (!selected) list_channels(w, nullptr, channel_list, quad_list);
+  auto* every_channel = everything.get<bool>(channels);
+  std::fill_n(every_channel, channels, true);
+  if (!selected) set.list_channels(every_channel, channels, block_of(w), channel_list, quad_list);
 
   auto* q = quantised.get<std::int8_t>(integer ? rows * channels : 0);
   auto* sums = token_sums.get<std::int32_t>(rows * blocks);
@@ -120,26 +111,23 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
   }
 
   if (selected) {
-    auto* rows_packed = packed.get<std::uint8_t>(count * (channels + 4) * value);
+    auto* rows_packed = packed.get<std::uint8_t>(count * room * value);
     auto* sums_packed = packed_sums.get<std::int32_t>(count * blocks);
     for_rows(experts, [&](std::int64_t u, int) {
-      auto* list = channel_list + u * (channels + 4);
-      auto* quads = quad_list + u * (blocks + 1);
-      list_channels(w, selection.loaded ? selection.loaded + pairs.experts[u] * channels : nullptr, list, quads);
-      const std::int64_t n = 4 * quads[blocks];
+      const bool* loaded = selection.loaded ? selection.loaded + pairs.experts[u] * channels : every_channel;
+      set.list_channels(loaded, channels, block_of(w), channel_list + u * room, quad_list + u * (blocks + 1));
       for (std::int64_t p = pairs.offsets[u]; p < pairs.offsets[u + 1]; ++p) {
         const bool* compute = selection.compute ? selection.compute + p * channels : nullptr;
-        void* row = rows_packed + p * (channels + 4) * value;
+        auto* row = rows_packed + p * room * value;
         if (integer) {
-          pack_row(static_cast<const std::int8_t*>(pair_x[p]), list, n, compute, static_cast<std::int8_t*>(row));
-          add_sums(static_cast<std::int8_t*>(row), quads, blocks, sums_packed + p * blocks);
+          set.pack_channels(static_cast<const std::int8_t*>(pair_x[p]), loaded, compute, channels, block_of(w),
+                            reinterpret_cast<std::int8_t*>(row), sums_packed + p * blocks);
         } else {
-          pack_row(static_cast<const float*>(pair_x[p]), list, n, compute, static_cast<float*>(row));
+          pack_floats(static_cast<const float*>(pair_x[p]), loaded, compute, channels, block_of(w), reinterpret_cast<float*>(row));
         }
         pair_x[p] = row;
         pair_sums[p] = sums_packed + p * blocks;
       }
-      for (std::int64_t i = 0; i < n; ++i) list[i] = list[i] < 0 ? -1 - list[i] : list[i];
     });
   }
 
@@ -179,7 +167,7 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
     product.group = block_of(w);
     product.bits = w.bits;
     product.groups = blocks;
-    product.channels = channel_list + list * (channels + 4);
+    product.channels = channel_list + list * room;
     product.quads = quad_list + list * (blocks + 1);
     product.rows = pairs.offsets[u + 1] - p;
     product.x = pair_x + p;

@@ -19,6 +19,7 @@ float least_of_share(const float* values, std::int64_t n, float largest, double 
   bins.resize(n);
   isa().sort_into_bins(values, n, largest, bins.data());
   double sums[4][kBins] = {};  // several, so that neighbours do not wait for each other
+#pragma GCC unroll 4
   for (std::int64_t i = 0; i < n; ++i) sums[i % 4][bins[i]] += values[i];
   double total = 0;
   for (int bin = 0; bin < kBins; ++bin) total += sums[0][bin] += sums[1][bin] + sums[2][bin] + sums[3][bin];
