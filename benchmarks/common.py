@@ -1,4 +1,4 @@
-"""What the benchmarks share: their options, held-out texts cut to size, and the files of their results."""
+"""What the benchmarks share: their options, models and held-out texts, and the files of their results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from edgexpert.conversion.convert import convert
+from edgexpert.conversion.options import Options
+from edgexpert.conversion.sources.dummy import DummySource, dummy_config
 from edgexpert.engine import Engine
 from edgexpert.errors import UserError
 from edgexpert.kernels import native
@@ -34,6 +37,14 @@ def cut_texts(engine: Engine, texts: Path, prompt_tokens: int, more_tokens: int,
     if not cut:
         raise UserError(f"no text in {texts} has {length} tokens; give longer texts or a lower --prompt-tokens")
     return cut
+
+
+def packed_model(shape: str, work: Path) -> Path:
+    """A packed checkpoint of random weights in a named shape, made once."""
+    folder = work / shape
+    if not folder.exists():
+        convert(DummySource(dummy_config(shape), shape), folder, Options())
+    return folder
 
 
 def machine() -> dict[str, Any]:

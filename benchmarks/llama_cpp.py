@@ -31,14 +31,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from common import machine
-from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from common import machine, packed_model
 from edgexpert.conversion.sources.dummy import (
     NIBBLE_PAIRS,
     STD,
     STD_OF_CODES,
-    DummySource,
     dummy_config,
     random_embedding,
 )
@@ -130,15 +127,12 @@ def write_gguf(config: PreTrainedConfig, path: Path) -> None:
 
 def models_of(shape: str, work: Path) -> tuple[Path, Path]:
     """A packed checkpoint and a GGUF file of random weights in one shape, made once."""
-    packed, gguf = work / shape, work / f"{shape}.gguf"
-    config = dummy_config(shape)
-    if not packed.exists():
-        convert(DummySource(config, shape), packed, Options())
+    gguf = work / f"{shape}.gguf"
     if not gguf.exists():
         unfinished = gguf.with_suffix(".unfinished")
-        write_gguf(config, unfinished)
+        write_gguf(dummy_config(shape), unfinished)
         unfinished.rename(gguf)
-    return packed, gguf
+    return packed_model(shape, work), gguf
 
 
 class Ours:

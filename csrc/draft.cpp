@@ -77,14 +77,13 @@ void draft_layer(const DraftLayer& layer, const float* embeddings, const float* 
   add(layer.norm_before_residual ? normed.data() : states, size, between.data());
 
   rms_norm(between.data(), layer.mlp_norm, normed.data(), tokens, hidden, layer.eps);
-  linear(layer.gate, normed.data(), tokens, nullptr, gate.data());
-  linear(layer.up, normed.data(), tokens, nullptr, up.data());
+  linear({{layer.gate, nullptr, gate.data()}, {layer.up, nullptr, up.data()}}, normed.data(), tokens);
   parallel_for(tokens, [gates = gate.data(), ups = up.data(), width](std::int64_t t, int) {
     float *token_gate = gates + t * width, *token_up = ups + t * width;
     isa().activate(Activation::silu, false, token_gate, width, token_gate);
     for (std::int64_t i = 0; i < width; ++i) token_up[i] *= token_gate[i];
   });
-  linear(layer.down, up.data(), tokens, nullptr, out);
+  linear({{layer.down, nullptr, out}}, up.data(), tokens);
   add(between.data(), size, out);
 }
 

@@ -31,6 +31,8 @@ class Buffer {
 };
 
 struct Task {
+  const Linear* layer;
+  float* apart;  // where the products of parts go that are joined later; null where a task has all parts
   std::int64_t expert, tile, begin, end, first_part, last_part;
 };
 
@@ -72,12 +74,17 @@ void pack_floats(const float* x, const bool* loaded, const bool* compute, std::i
   }
 }
 
-// out [pairs, w.outputs] = the activations of each pair times its expert's matrix, plus bias. The activations of pair p are row
-// tokens[p] of x [rows, channels], or row p where tokens is null. They are quantised row by row before anything is selected.
-void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& pairs, const std::int64_t* tokens,
-              const Selection& selection, const float* bias, float* out) {
-  const std::int64_t count = pairs.count(), channels = w.channels, blocks = blocks_of(w), experts = pairs.loaded;
-  const bool integer = w.bits != 16, selected = selection.loaded || selection.compute;
+bool alike(const Weights& a, const Weights& b) { return a.channels == b.channels && a.bits == b.bits && a.group == b.group; }
+
+// out [pairs, outputs] of each layer = the activations of each pair times its expert's matrix, plus bias [experts, outputs]. The
+// activations of pair p are row tokens[p] of x [rows, channels], or row p where tokens is null. They are quantised row by row
+// before anything is selected. The layers' matrices are alike.
+void multiply(std::initializer_list<Linear> layers, const float* x, std::int64_t rows, const Pairs& pairs,
+              const std::int64_t* tokens, const Selection& selection) {
+  const Weights& form = layers.begin()->weights;
+  const std::int64_t count = pairs.count(), channels = form.channels, block = block_of(form), blocks = blocks_of(form);
+  const std::int64_t experts = pairs.loaded;
+  const bool integer = form.bits != 16, selected = selection.loaded || selection.compute;
   const std::size_t value = integer ? 1 : 4;
   const Isa& set = isa();
   if (!count) return;
@@ -87,7 +94,7 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
   auto* quad_list = quad_lists.get<std::int32_t>(lists * (blocks + 1));
   auto* every_channel = everything.get<bool>(channels);
   std::fill_n(every_channel, channels, true);
-  if (!selected) set.list_channels(every_channel, channels, block_of(w), channel_list, quad_list);
+  if (!selected) set.list_channels(every_channel, channels, block, channel_list, quad_list);
 
   auto* q = quantised.get<std::int8_t>(integer ? rows * channels : 0);
   auto* sums = token_sums.get<std::int32_t>(rows * blocks);
@@ -115,15 +122,15 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
     auto* sums_packed = packed_sums.get<std::int32_t>(count * blocks);
     for_rows(experts, [&](std::int64_t u, int) {
       const bool* loaded = selection.loaded ? selection.loaded + pairs.experts[u] * channels : every_channel;
-      set.list_channels(loaded, channels, block_of(w), channel_list + u * room, quad_list + u * (blocks + 1));
+      set.list_channels(loaded, channels, block, channel_list + u * room, quad_list + u * (blocks + 1));
       for (std::int64_t p = pairs.offsets[u]; p < pairs.offsets[u + 1]; ++p) {
         const bool* compute = selection.compute ? selection.compute + p * channels : nullptr;
         auto* row = rows_packed + p * room * value;
         if (integer) {
-          set.pack_channels(static_cast<const std::int8_t*>(pair_x[p]), loaded, compute, channels, block_of(w),
+          set.pack_channels(static_cast<const std::int8_t*>(pair_x[p]), loaded, compute, channels, block,
                             reinterpret_cast<std::int8_t*>(row), sums_packed + p * blocks);
         } else {
-          pack_floats(static_cast<const float*>(pair_x[p]), loaded, compute, channels, block_of(w), reinterpret_cast<float*>(row));
+          pack_floats(static_cast<const float*>(pair_x[p]), loaded, compute, channels, block, reinterpret_cast<float*>(row));
         }
         pair_x[p] = row;
         pair_sums[p] = sums_packed + p * blocks;
@@ -131,31 +138,42 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
     });
   }
 
-  // Few rows wait for memory, which is slow where threads take turns in the lines of one row: they share a small matrix by its
+  // Few rows wait for memory, which is slow where threads take turns in the lines of one row: they share small matrices by their
   // channels. Many rows compute: an expert's columns are split where there are few experts or where it has more rows than its share.
+  std::int64_t tiles = 0, outputs = 0;
+  for (const Linear& layer : layers) {
+    tiles += layer.weights.tiles;
+    outputs += layer.weights.outputs;
+  }
   const auto cost = [&](std::int64_t u) { return std::max<std::int64_t>(4, pairs.offsets[u + 1] - pairs.offsets[u]); };
   std::int64_t total = 0;
-  for (std::int64_t u = 0; u < experts; ++u) total += cost(u) * w.tiles;
+  for (std::int64_t u = 0; u < experts; ++u) total += cost(u) * tiles;
   const std::int64_t share = std::max<std::int64_t>(1, total / (16 * threads()));
-  const bool by_channels = threads() > 1 && count <= 16 * experts && experts * w.tiles < 4 * threads();
+  const bool by_channels = threads() > 1 && count <= 16 * experts && experts * tiles < 4 * threads();
+  float* apart = by_channels ? partial.get<float>(kParts * count * outputs) : nullptr;
   tasks.clear();
-  for (std::int64_t u = 0; u < experts; ++u) {
-    if (pairs.offsets[u] == pairs.offsets[u + 1]) continue;
-    const std::int64_t narrowest = cost(u) < 16 ? 512 : kColumns;
-    const std::int64_t most = threads() == 1 || by_channels || cost(u) == 4 ? 1 : std::max<std::int64_t>(1, w.padded / narrowest);
-    const std::int64_t parts = std::clamp<std::int64_t>(cost(u) / share, 1, most);
-    const std::int64_t width = ((w.padded + parts - 1) / parts + kColumns - 1) / kColumns * kColumns;
-    for (std::int64_t tile = 0; tile < w.tiles; ++tile)
-      for (std::int64_t c = 0; c < w.padded; c += width)
-        for (std::int64_t part = 0; part < (by_channels ? kParts : 1); ++part)
-          tasks.push_back({u, tile, c, std::min(c + width, w.padded), part, by_channels ? part + 1 : kParts});
+  for (const Linear& layer : layers) {
+    const Weights& w = layer.weights;
+    for (std::int64_t u = 0; u < experts; ++u) {
+      if (pairs.offsets[u] == pairs.offsets[u + 1]) continue;
+      const std::int64_t narrowest = cost(u) < 16 ? 512 : kColumns;
+      const std::int64_t most = threads() == 1 || by_channels || cost(u) == 4 ? 1 : std::max<std::int64_t>(1, w.padded / narrowest);
+      const std::int64_t parts = std::clamp<std::int64_t>(cost(u) / share, 1, most);
+      const std::int64_t width = ((w.padded + parts - 1) / parts + kColumns - 1) / kColumns * kColumns;
+      for (std::int64_t tile = 0; tile < w.tiles; ++tile)
+        for (std::int64_t c = 0; c < w.padded; c += width)
+          for (std::int64_t part = 0; part < (by_channels ? kParts : 1); ++part)
+            tasks.push_back({&layer, apart, u, tile, c, std::min(c + width, w.padded), part, by_channels ? part + 1 : kParts});
+    }
+    if (by_channels) apart += kParts * count * w.outputs;
   }
 
-  const std::int64_t bytes = (scratch_bytes(block_of(w), blocks) + 63) / 64 * 64;
+  const std::int64_t bytes = (scratch_bytes(block, blocks) + 63) / 64 * 64;
   auto* memory = scratch.get<std::uint8_t>(bytes * threads());
-  auto* apart = partial.get<float>(by_channels ? kParts * count * w.outputs : 0);
   parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t i, int thread) {
     const Task& task = tasks[i];
+    const Weights& w = task.layer->weights;
+    const float* bias = task.layer->bias;
     const std::int64_t u = task.expert, e = pairs.experts[u], p = pairs.offsets[u], list = selected ? u : 0;
     const std::int64_t place = e + task.tile, first = task.tile * w.padded;
     Product product{};
@@ -164,7 +182,7 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
     product.zeros = w.zeros ? w.zeros + place * w.zero_stride : nullptr;
     product.padded = w.padded;
     product.outputs = std::min(w.padded, w.outputs - first);
-    product.group = block_of(w);
+    product.group = block;
     product.bits = w.bits;
     product.groups = blocks;
     product.channels = channel_list + list * room;
@@ -172,9 +190,9 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
     product.rows = pairs.offsets[u + 1] - p;
     product.x = pair_x + p;
     product.sums = pair_sums + p;
-    product.x_scales = by_channels ? nullptr : pair_scales + p;
-    product.bias = bias && !by_channels ? bias + e * w.outputs + first : nullptr;
-    product.out = (by_channels ? apart + task.first_part * count * w.outputs : out) + p * w.outputs + first;
+    product.x_scales = task.apart ? nullptr : pair_scales + p;
+    product.bias = bias && !task.apart ? bias + e * w.outputs + first : nullptr;
+    product.out = (task.apart ? task.apart + task.first_part * count * w.outputs : task.layer->out) + p * w.outputs + first;
     product.out_stride = w.outputs;
     product.begin = task.begin;
     product.end = task.end;
@@ -184,10 +202,14 @@ void multiply(const Weights& w, const float* x, std::int64_t rows, const Pairs& 
     set.product(product);
   });
   if (!by_channels) return;
-  for (std::int64_t u = 0; u < experts; ++u) {
-    const float* add = bias ? bias + pairs.experts[u] * w.outputs : nullptr;
-    for (std::int64_t p = pairs.offsets[u]; p < pairs.offsets[u + 1]; ++p)
-      set.join(apart + p * w.outputs, count * w.outputs, w.outputs, integer ? pair_scales[p] : 1.0f, add, out + p * w.outputs);
+  const float* parts = partial.get<float>(0);
+  for (const auto& [w, bias, out] : layers) {
+    for (std::int64_t u = 0; u < experts; ++u) {
+      const float* add = bias ? bias + pairs.experts[u] * w.outputs : nullptr;
+      for (std::int64_t p = pairs.offsets[u]; p < pairs.offsets[u + 1]; ++p)
+        set.join(parts + p * w.outputs, count * w.outputs, w.outputs, integer ? pair_scales[p] : 1.0f, add, out + p * w.outputs);
+    }
+    parts += kParts * count * w.outputs;
   }
 }
 
@@ -195,7 +217,7 @@ void gate_up_unlocked(const Weights& w, const float* x, std::int64_t tokens, con
                       const float* bias, Activation activation, bool gated, float* out) {
   const std::int64_t width = gated ? w.outputs / 2 : w.outputs;
   auto* y = products.get<float>(pairs.count() * w.outputs);
-  multiply(w, x, tokens, pairs, pairs.tokens, selection, bias, y);
+  multiply({{w, bias, y}}, x, tokens, pairs, pairs.tokens, selection);
   for_rows(pairs.count(),
            [&](std::int64_t p, int) { isa().activate(activation, gated, y + p * w.outputs, width, out + p * width); });
 }
@@ -203,7 +225,7 @@ void gate_up_unlocked(const Weights& w, const float* x, std::int64_t tokens, con
 void down_unlocked(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
                    const float* bias, const float* weights, float* out) {
   auto* y = products.get<float>(pairs.count() * w.outputs);
-  multiply(w, x, pairs.count(), pairs, nullptr, selection, bias, y);
+  multiply({{w, bias, y}}, x, pairs.count(), pairs, nullptr, selection);
   in_pieces(w.outputs, 256, pairs.count() * w.outputs, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = 0; t < tokens; ++t) std::memset(out + t * w.outputs + begin, 0, (end - begin) * sizeof(float));
     for (std::int64_t p = 0; p < pairs.count(); ++p)
@@ -213,10 +235,16 @@ void down_unlocked(const Weights& w, const float* x, std::int64_t tokens, const 
 
 }  // namespace
 
-void linear(const Weights& w, const float* x, std::int64_t rows, const float* bias, float* out) {
+void linear(std::initializer_list<Linear> layers, const float* x, std::int64_t rows) {
   const std::lock_guard lock(busy());
   const std::int64_t expert = 0, offsets[2] = {0, rows};
-  multiply(w, x, rows, Pairs{1, &expert, offsets, nullptr}, nullptr, Selection{}, bias, out);
+  const Pairs pairs{1, &expert, offsets, nullptr};
+  const Weights& first = layers.begin()->weights;
+  if (std::all_of(layers.begin(), layers.end(), [&](const Linear& layer) { return alike(layer.weights, first); })) {
+    multiply(layers, x, rows, pairs, nullptr, {});
+  } else {
+    for (const Linear& layer : layers) multiply({layer}, x, rows, pairs, nullptr, {});
+  }
 }
 
 void gate_up(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,

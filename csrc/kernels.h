@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 namespace edgexpert {
 
@@ -42,8 +43,15 @@ struct Selection {
 
 enum class Activation : int { silu, gelu, gelu_tanh, relu, identity };
 
-// out [rows, outputs] = x [rows, channels] times the matrix, plus bias [outputs] where there is one.
-void linear(const Weights& w, const float* x, std::int64_t rows, const float* bias, float* out);
+// A linear layer, and where its outputs [rows, outputs] go: x [rows, channels] times the matrix, plus bias [outputs] unless null.
+struct Linear {
+  const Weights& weights;
+  const float* bias;
+  float* out;
+};
+
+// Several linear layers of the same x at once, so that they share its quantisation and threads wait for each other but once.
+void linear(std::initializer_list<Linear> layers, const float* x, std::int64_t rows);
 
 // out [pairs, width] = act(gate) * up of every pair, for x [tokens, channels]. Gated: w.outputs = 2 * width, gate first;
 // otherwise act(y) with w.outputs = width. bias is [E, w.outputs] or null.

@@ -47,9 +47,10 @@ void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, co
   value.resize(tokens * key_width);
   attended.resize(tokens * query_width);
 
-  linear(layer.query, x, tokens, layer.query_bias, query.data());
-  linear(layer.key, x, tokens, layer.key_bias, key.data());
-  linear(layer.value, x, tokens, layer.value_bias, value.data());
+  linear({{layer.query, layer.query_bias, query.data()},
+          {layer.key, layer.key_bias, key.data()},
+          {layer.value, layer.value_bias, value.data()}},
+         x, tokens);
   normalise(layer.query_norm, layer.norm_per_head, query.data(), tokens, layer.heads, dim, layer.eps);
   normalise(layer.key_norm, layer.norm_per_head, key.data(), tokens, layer.kv_heads, dim, layer.eps);
   if (layer.clip > 0)
@@ -71,7 +72,7 @@ void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, co
   });
   attention({query.data(), keys, values, dim, query_width, capacity * dim, dim, capacity * dim, dim, mask, attended.data(),
              layer.heads, layer.kv_heads, tokens, length + tokens, dim, dim, layer.scale});
-  linear(layer.output, attended.data(), tokens, layer.output_bias, out);
+  linear({{layer.output, layer.output_bias, out}}, attended.data(), tokens);
 }
 
 void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin,

@@ -166,7 +166,7 @@ NB_MODULE(_native, m) {
   m.def(
       "linear",
       [](const Weights& w, Address x, std::int64_t rows, Address bias, Address out) {
-        linear(w, at<const float>(x), rows, at<const float>(bias), at<float>(out));
+        linear({{w, at<const float>(bias), at<float>(out)}}, at<const float>(x), rows);
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
