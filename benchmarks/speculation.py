@@ -30,7 +30,7 @@ from edgexpert.policy import policy_named
 from edgexpert.replay import recorded_tokens, replay
 from edgexpert.speculation.draft import TreeShape
 
-TREES = (TreeShape(2, 2, 1), TreeShape(3, 3, 1), TreeShape(4, 4, 1), TreeShape(8, 4, 4), TreeShape(16, 6, 4), TreeShape(64, 6, 10))
+TREES = tuple(TreeShape(*sizes) for sizes in ((2, 2, 1), (3, 3, 1), (4, 4, 1), (8, 4, 4), (16, 6, 4), (64, 6, 10)))
 POLICIES = ("exact", "edgexpert")
 TARGET = 1.6
 PROMPT_TOKENS, NEW_TOKENS = 64, 96
@@ -97,7 +97,7 @@ def main(
         about = {**machine(), "threads": threads, "weights": "random, 4 bits",
                  "acceptance": "as measured on the bundled model, replayed"}
         json_file.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
-    table = Table("shape", "candidates", "policy", "acceptance length", "experts", "ms a token", "bytes", "times as fast", "target")
+    table = Table("shape", "candidates", "policy", "acceptance", "experts", "ms a token", "bytes", "times as fast", "target")
     for row in rows:
         tree = f"{row['size']}, depth {row['depth']}" if row["size"] else "plain"
         table.add_row(row["shape"], tree, row["policy"], f"{row['acceptance_length']:.2f}", f"{row['experts']:.1f}",

@@ -19,7 +19,7 @@ class FourBits {
 
   static bool fits(const Product& p) { return p.bits == 4 && !p.zeros && p.group <= most_channels; }
 
-  explicit FourBits(const Product& product) : p(product), row_bytes(p.padded / 2) {
+  explicit FourBits(const Product& product) : p(product) {
     sums = reinterpret_cast<float*>(p.scratch);
     totals = sums + kAccumulators;
     starts = reinterpret_cast<std::int32_t*>(totals + kAccumulators);
@@ -37,30 +37,23 @@ class FourBits {
   }
 
  private:
-  // Asks for the rows of the next group, in the order of memory, while this one is multiplied: two cache lines a step.
+  // Asks for rows that are needed soon, in the order of memory, while others are multiplied: two cache lines a step.
   struct Ahead {
     const std::uint8_t* rows[most_channels];
-    std::int64_t count = 0, width = 0, row = 0;
+    Extent extent{};
+    std::int64_t row = 0;
     const std::uint8_t *line = nullptr, *end = nullptr;
 
-    void begin(std::int64_t rows_ahead) {
-      count = rows_ahead;
+    void begin() {
       row = -1;
       next();
     }
     __attribute__((noinline)) void next() {
-      if (row < count) ++row;
-      line = rows[row < count ? row : 0];  // beyond the last row: lines that are there already
-      end = line + width;
+      if (row < extent.rows) ++row;
+      line = rows[row < extent.rows ? row : 0];  // beyond the last row: lines that are there already
+      end = line + extent.bytes;
     }
   };
-
-  std::int64_t find(std::int64_t g, std::int64_t c, const std::uint8_t** rows) const {
-    const std::int32_t* channels = p.channels + 4 * p.quads[g];
-    const std::int64_t count = 4 * (p.quads[g + 1] - p.quads[g]);
-    for (std::int64_t i = 0; i < count; ++i) rows[i] = p.values + channels[i] * row_bytes + c / 2;
-    return count;
-  }
 
   // Copies the rows' activations group by group, and finds what their sums start from: -8 x in the two 16-bit halves of a lane.
   void pack(std::int64_t r, std::int64_t rows) {
@@ -87,17 +80,17 @@ class FourBits {
   void columns(std::int64_t r, std::int64_t rows, std::int64_t c, std::int64_t width) {
     const std::int64_t last = p.first_group(p.last_part);
     Ahead ahead;
-    ahead.width = width / 2;
-    std::int64_t g = p.first_group(p.first_part), ahead_count = g < last ? find(g, c, ahead.rows) : 0;
+    std::int64_t g = p.first_group(p.first_part);
+    ahead.extent.rows = g < last ? find_rows(p, g, c, ahead.rows) : 0;
     for (std::int64_t part = p.first_part; part < p.last_part; ++part) {
       float* const to = part == p.first_part ? totals : sums;  // the first part need not be added to nothing
       std::memset(to, 0, rows * width * sizeof(float));
       for (; g < p.first_group(part + 1); ++g) {
         const std::uint8_t* now[most_channels];
-        const std::int64_t count = ahead_count;
+        const std::int64_t count = ahead.extent.rows;
         std::memcpy(now, ahead.rows, count * sizeof(now[0]));
-        ahead_count = g + 1 < last ? find(g + 1, c, ahead.rows) : 0;
-        ahead.begin(ahead_count);
+        ahead.extent = find_next(p, g, c, width, r + rows == p.rows, ahead.rows);
+        ahead.begin();
         const std::uint16_t* scales = p.scales + g * p.padded + c;
         for (std::int64_t at = 0; at < width && count; at += unit) {
           for (std::int64_t i = 0; i < unit; i += 32)
@@ -310,7 +303,6 @@ class FourBits {
   }
 
   const Product& p;
-  std::int64_t row_bytes;
   float *sums, *totals;      // [rows, columns] of a part, and of the parts before it
   std::int32_t* starts;      // [groups, most_rows]
   std::int8_t* activations;  // [groups, most_rows, most_channels]

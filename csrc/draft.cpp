@@ -77,7 +77,7 @@ void draft_layer(const DraftLayer& layer, const float* embeddings, const float* 
   add(layer.norm_before_residual ? normed.data() : states, size, between.data());
 
   rms_norm(between.data(), layer.mlp_norm, normed.data(), tokens, hidden, layer.eps);
-  linear({{layer.gate, nullptr, gate.data()}, {layer.up, nullptr, up.data()}}, normed.data(), tokens);
+  linear({{layer.gate, nullptr, gate.data()}, {layer.up, nullptr, up.data()}}, normed.data(), tokens, &layer.down);
   parallel_for(tokens, [gates = gate.data(), ups = up.data(), width](std::int64_t t, int) {
     float *token_gate = gates + t * width, *token_up = ups + t * width;
     isa().activate(Activation::silu, false, token_gate, width, token_gate);

@@ -37,6 +37,7 @@ struct Product {
   std::int64_t out_stride;
   std::int64_t begin, end;  // multiples of 128, or the end of the row
   std::int64_t first_part, last_part;  // of kParts: the product of their channels alone
+  const Product* after;     // what this thread will probably compute next, null for nothing: its first rows are fetched ahead
   std::uint8_t* scratch;    // scratch_bytes(group, groups), aligned to 64
 
   std::int64_t first_group(std::int64_t part) const { return part * groups / kParts; }

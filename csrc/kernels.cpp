@@ -74,13 +74,21 @@ void pack_floats(const float* x, const bool* loaded, const bool* compute, std::i
   }
 }
 
+// Asks for the rows with which thread `thread` is likely to begin when this matrix, or that of these experts, is multiplied next.
+void fetch_first_rows(const Weights& w, const Pairs& pairs, std::int64_t thread) {
+  const std::int64_t place = w.count > 1 ? pairs.experts[std::min(thread, pairs.loaded - 1)] : std::min(thread, w.tiles - 1);
+  const std::int64_t part = w.count == 1 && w.tiles == 1 ? std::min(thread, kParts - 1) : 0;  // see `by_channels`
+  const std::uint8_t* rows = w.values + place * w.value_stride + part * blocks_of(w) / kParts * block_of(w) * w.row_bytes();
+  for (std::int64_t at = 0; at < block_of(w) * w.row_bytes(); at += 64) __builtin_prefetch(rows + at, 0, 2);
+}
+
 bool alike(const Weights& a, const Weights& b) { return a.channels == b.channels && a.bits == b.bits && a.group == b.group; }
 
 // out [pairs, outputs] of each layer = the activations of each pair times its expert's matrix, plus bias [experts, outputs]. The
 // activations of pair p are row tokens[p] of x [rows, channels], or row p where tokens is null. They are quantised row by row
-// before anything is selected. The layers' matrices are alike.
+// before anything is selected. The layers' matrices are alike; `next` is the matrix that is multiplied after them, or null.
 void multiply(std::initializer_list<Linear> layers, const float* x, std::int64_t rows, const Pairs& pairs,
-              const std::int64_t* tokens, const Selection& selection) {
+              const std::int64_t* tokens, const Selection& selection, const Weights* next = nullptr) {
   const Weights& form = layers.begin()->weights;
   const std::int64_t count = pairs.count(), channels = form.channels, block = block_of(form), blocks = blocks_of(form);
   const std::int64_t experts = pairs.loaded;
@@ -170,8 +178,7 @@ void multiply(std::initializer_list<Linear> layers, const float* x, std::int64_t
 
   const std::int64_t bytes = (scratch_bytes(block, blocks) + 63) / 64 * 64;
   auto* memory = scratch.get<std::uint8_t>(bytes * threads());
-  parallel_for(static_cast<std::int64_t>(tasks.size()), [&](std::int64_t i, int thread) {
-    const Task& task = tasks[i];
+  const auto product_of = [&](const Task& task) {
     const Weights& w = task.layer->weights;
     const float* bias = task.layer->bias;
     const std::int64_t u = task.expert, e = pairs.experts[u], p = pairs.offsets[u], list = selected ? u : 0;
@@ -198,8 +205,18 @@ void multiply(std::initializer_list<Linear> layers, const float* x, std::int64_t
     product.end = task.end;
     product.first_part = task.first_part;
     product.last_part = task.last_part;
+    return product;
+  };
+  const auto number = static_cast<std::int64_t>(tasks.size());
+  parallel_for(number, [&, step = threads()](std::int64_t i, int thread) {
+    Product product = product_of(tasks[i]), after;
     product.scratch = memory + thread * bytes;
+    if (i + step < number) {
+      after = product_of(tasks[i + step]);
+      product.after = &after;
+    }
     set.product(product);
+    if (next && i + step >= number) fetch_first_rows(*next, pairs, i + step - number);
   });
   if (!by_channels) return;
   const float* parts = partial.get<float>(0);
@@ -214,10 +231,10 @@ void multiply(std::initializer_list<Linear> layers, const float* x, std::int64_t
 }
 
 void gate_up_unlocked(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
-                      const float* bias, Activation activation, bool gated, float* out) {
+                      const float* bias, Activation activation, bool gated, const Weights* next, float* out) {
   const std::int64_t width = gated ? w.outputs / 2 : w.outputs;
   auto* y = products.get<float>(pairs.count() * w.outputs);
-  multiply({{w, bias, y}}, x, tokens, pairs, pairs.tokens, selection);
+  multiply({{w, bias, y}}, x, tokens, pairs, pairs.tokens, selection, next);
   for_rows(pairs.count(),
            [&](std::int64_t p, int) { isa().activate(activation, gated, y + p * w.outputs, width, out + p * width); });
 }
@@ -235,13 +252,13 @@ void down_unlocked(const Weights& w, const float* x, std::int64_t tokens, const 
 
 }  // namespace
 
-void linear(std::initializer_list<Linear> layers, const float* x, std::int64_t rows) {
+void linear(std::initializer_list<Linear> layers, const float* x, std::int64_t rows, const Weights* next) {
   const std::lock_guard lock(busy());
   const std::int64_t expert = 0, offsets[2] = {0, rows};
   const Pairs pairs{1, &expert, offsets, nullptr};
   const Weights& first = layers.begin()->weights;
   if (std::all_of(layers.begin(), layers.end(), [&](const Linear& layer) { return alike(layer.weights, first); })) {
-    multiply(layers, x, rows, pairs, nullptr, {});
+    multiply(layers, x, rows, pairs, nullptr, {}, next);
   } else {
     for (const Linear& layer : layers) multiply({layer}, x, rows, pairs, nullptr, {});
   }
@@ -250,7 +267,7 @@ void linear(std::initializer_list<Linear> layers, const float* x, std::int64_t r
 void gate_up(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
              const float* bias, Activation activation, bool gated, float* out) {
   const std::lock_guard lock(busy());
-  gate_up_unlocked(w, x, tokens, pairs, selection, bias, activation, gated, out);
+  gate_up_unlocked(w, x, tokens, pairs, selection, bias, activation, gated, nullptr, out);
 }
 
 void down(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
@@ -264,7 +281,7 @@ void experts(const Weights& gate_up, const Weights& down, const float* x, std::i
              const float* weights, float* out) {
   const std::lock_guard lock(busy());
   auto* inner = activations.get<float>(pairs.count() * down.channels);
-  gate_up_unlocked(gate_up, x, tokens, pairs, selection, gate_up_bias, activation, gated, inner);
+  gate_up_unlocked(gate_up, x, tokens, pairs, selection, gate_up_bias, activation, gated, &down, inner);
   down_unlocked(down, inner, tokens, pairs, Selection{}, down_bias, weights, out);
 }
 

@@ -50,8 +50,9 @@ struct Linear {
   float* out;
 };
 
-// Several linear layers of the same x at once, so that they share its quantisation and threads wait for each other but once.
-void linear(std::initializer_list<Linear> layers, const float* x, std::int64_t rows);
+// Several linear layers of the same x at once, so that they share its quantisation and threads wait for each other but once. Of the
+// matrix `next`, to be multiplied after them, threads that are done ask for the first rows.
+void linear(std::initializer_list<Linear> layers, const float* x, std::int64_t rows, const Weights* next = nullptr);
 
 // out [pairs, width] = act(gate) * up of every pair, for x [tokens, channels]. Gated: w.outputs = 2 * width, gate first;
 // otherwise act(y) with w.outputs = width. bias is [E, w.outputs] or null.

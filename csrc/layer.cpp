@@ -50,7 +50,7 @@ void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, co
   linear({{layer.query, layer.query_bias, query.data()},
           {layer.key, layer.key_bias, key.data()},
           {layer.value, layer.value_bias, value.data()}},
-         x, tokens);
+         x, tokens, &layer.output);
   normalise(layer.query_norm, layer.norm_per_head, query.data(), tokens, layer.heads, dim, layer.eps);
   normalise(layer.key_norm, layer.norm_per_head, key.data(), tokens, layer.kv_heads, dim, layer.eps);
   if (layer.clip > 0)

@@ -22,16 +22,42 @@ inline void add_up(const float* sums, std::int64_t n, float* totals) {
   for (std::int64_t i = 0; i < n; ++i) totals[i] += sums[i];
 }
 
-// Walks over the rows of the next group while this one is multiplied, so that its bytes arrive in the order of memory.
+// Pointers to the rows of group g, at column c; returns how many there are.
+inline std::int64_t find_rows(const Product& p, std::int64_t g, std::int64_t c, const std::uint8_t** rows) {
+  const std::int64_t count = 4 * (p.quads[g + 1] - p.quads[g]), row_bytes = p.padded * p.bits / 8;
+  const std::int32_t* channels = p.channels + 4 * p.quads[g];
+  const std::uint8_t* base = p.values + c * p.bits / 8;
+  for (std::int64_t i = 0; i < count; ++i) rows[i] = base + channels[i] * row_bytes;
+  return count;
+}
+
+struct Extent {
+  std::int64_t rows, bytes;  // so many bytes of each row
+};
+
+// Rows that are needed after group g of columns [c, c + width): those of the next group, then of the next columns, then of what is
+// computed after the last rows of activations.
+inline Extent find_next(const Product& p, std::int64_t g, std::int64_t c, std::int64_t width, bool last_rows,
+                        const std::uint8_t** rows) {
+  const std::int64_t first = p.first_group(p.first_part);
+  if (g + 1 < p.first_group(p.last_part)) return {find_rows(p, g + 1, c, rows), width * p.bits / 8};
+  if (c + width < p.end) return {find_rows(p, first, c + width, rows), width * p.bits / 8};
+  if (!p.after || !last_rows) return {0, 0};
+  const Product& after = *p.after;
+  return {find_rows(after, after.first_group(after.first_part), after.begin, rows), (after.end - after.begin) * p.bits / 8};
+}
+
+// Walks over rows that are needed soon while others are multiplied, so that their bytes arrive in the order of memory.
 struct Prefetch {
   const std::uint8_t* const* rows;
-  std::int64_t count, bytes, lines = 0, row = 0, offset = 0;
+  Extent extent;
+  std::int64_t lines = 0, row = 0, offset = 0;
 
   inline __attribute__((always_inline)) void advance() {
-    for (std::int64_t i = 0; i < lines && row < count; ++i) {
+    for (std::int64_t i = 0; i < lines && row < extent.rows; ++i) {
       __builtin_prefetch(rows[row] + offset, 0, 2);
       offset += 64;
-      if (offset >= bytes) {
+      if (offset >= extent.bytes) {
         offset = 0;
         ++row;
       }
@@ -109,15 +135,6 @@ struct Quantised {
     padded_rows = row_table + 2 * p.group;
   }
 
-  // Pointers to the rows of group g, at column c.
-  std::int64_t find_rows(std::int64_t g, std::int64_t c, const std::uint8_t** rows) const {
-    const std::int64_t count = 4 * (p.quads[g + 1] - p.quads[g]), row_bytes = p.padded * B::bits / 8;
-    const std::int32_t* channels = p.channels + 4 * p.quads[g];
-    const std::uint8_t* base = p.values + c * B::bits / 8;
-    for (std::int64_t i = 0; i < count; ++i) rows[i] = base + channels[i] * row_bytes;
-    return count;
-  }
-
   void run() {
     for (std::int64_t r = 0; r < p.rows; r += kRows) {
       const std::int64_t rows = smaller(kRows, p.rows - r);
@@ -131,25 +148,21 @@ struct Quantised {
     std::memset(totals, 0, rows * stride * sizeof(float));
     const std::uint8_t **now = row_table, **next = row_table + p.group;
     const std::int64_t first = p.first_group(p.first_part), last = p.first_group(p.last_part);
-    std::int64_t g = first, count = g < last ? find_rows(g, c, now) : 0;
+    std::int64_t g = first, count = g < last ? find_rows(p, g, c, now) : 0;
     for (std::int64_t part = p.first_part; part < p.last_part; ++part) {
       into = part == p.first_part ? totals : sums;
       if (into == sums) std::memset(sums, 0, rows * stride * sizeof(float));
       for (; g < p.first_group(part + 1); ++g) {
-        // behind the last group come the next columns
-        const std::int64_t count_next = g + 1 < last         ? find_rows(g + 1, c, next)
-                                        : c + width < p.end ? find_rows(first, c + width, next)
-                                                            : 0;
-        Prefetch ahead{next, count_next, width * B::bits / 8};
+        Prefetch ahead{next, find_next(p, g, c, width, r + rows == p.rows, next)};
         // one row goes from quad to quad, more go from tile to tile
         const std::int64_t steps = larger(1, units * (rows == 1 ? count / 4 : rows / B::rows + rows % B::rows));
-        ahead.lines = (count_next * ((width * B::bits / 8 + 63) / 64) + steps - 1) / steps;
+        ahead.lines = (ahead.extent.rows * ((ahead.extent.bytes + 63) / 64) + steps - 1) / steps;
         for (std::int64_t u = 0; u < units && count; ++u)
           group(g, r, rows, now, count, ahead, c + u * unit, u * unit, smaller(unit, width - u * unit), stride);
         const std::uint8_t** swap = now;
         now = next;
         next = swap;
-        count = count_next;
+        count = ahead.extent.rows;
       }
       if (into == sums) add_up(sums, rows * stride, totals);
     }

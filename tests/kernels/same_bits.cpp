@@ -81,7 +81,7 @@ void linears(const Form& form) {
       for (const std::int64_t rows : {1, 2, 3, 5, 12}) {
         const auto x = random.floats(rows * channels), bias = random.floats(outputs);
         std::vector<float> out(rows * outputs);
-        linear(m.weights, x.data(), rows, rows % 2 ? bias.data() : nullptr, out.data());
+        linear({{m.weights, rows % 2 ? bias.data() : nullptr, out.data()}}, x.data(), rows);
         report("linear " + std::to_string(form.bits) + " bits, " + std::to_string(rows) + " x " + std::to_string(channels) + " x " +
                    std::to_string(outputs), out);
       }
