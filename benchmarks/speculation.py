@@ -4,8 +4,8 @@
 
 FOLDER is that of llama_cpp.py; models that are not there are made. Their weights are random, so each tree's acceptance length is
 measured on the bundled model with its trained draft first, and then replayed (`edgexpert.replay`).
-Plain decoding and all trees take turns. ``bytes`` is what a token reads against plain decoding, everything counted: where it is not
-below 1, no kernel could make that tree pay.
+Plain decoding and all trees take turns. ``bytes`` is what a token reads against plain decoding, everything counted: where it is
+not below 1, no kernel could make that tree pay.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from edgexpert.speculation.draft import TreeShape
 TREES = tuple(TreeShape(*sizes) for sizes in ((2, 2, 1), (3, 3, 1), (4, 4, 1), (8, 4, 4), (16, 6, 4), (64, 6, 10)))
 POLICIES = ("exact", "edgexpert")
 TARGET = 1.6
-PROMPT_TOKENS, NEW_TOKENS = 64, 96
+PROMPT_TOKENS, NEW_TOKENS = 64, 64
 
 
 def acceptance_lengths() -> dict[tuple[TreeShape, str], float]:
