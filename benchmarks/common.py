@@ -13,12 +13,14 @@ import typer
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.dummy import DummySource, dummy_config
+from edgexpert.conversion.sources.opening import open_source
 from edgexpert.engine import Engine
 from edgexpert.errors import UserError
 from edgexpert.kernels import native
 from edgexpert.resources import bundled_folder
 
-BUNDLED_TEXTS = bundled_folder("stories") / "held_out.jsonl"
+BUNDLED = "stories"
+BUNDLED_TEXTS = bundled_folder(BUNDLED) / "held_out.jsonl"
 RESULTS = Path("benchmarks/results")
 
 ModelName = Annotated[str, typer.Option(help="bundled name, folder or Hub name")]
@@ -39,11 +41,11 @@ def cut_texts(engine: Engine, texts: Path, prompt_tokens: int, more_tokens: int,
     return cut
 
 
-def packed_model(shape: str, work: Path) -> Path:
-    """A packed checkpoint of random weights in a named shape, made once."""
-    folder = work / shape
+def packed_model(name: str, work: Path) -> Path:
+    """A packed checkpoint, made once: of the bundled model, or of random weights in a named shape."""
+    folder = work / name
     if not folder.exists():
-        convert(DummySource(dummy_config(shape), shape), folder, Options())
+        convert(open_source(name) if name == BUNDLED else DummySource(dummy_config(name), name), folder, Options())
     return folder
 
 

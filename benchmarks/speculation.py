@@ -3,7 +3,7 @@
     python benchmarks/speculation.py --work FOLDER [--shapes granite-1b-a400m,olmoe-1b-7b] [--threads 2] [--json FILE]
 
 FOLDER is that of llama_cpp.py; models that are not there are made. Their weights are random, so each tree's acceptance length is
-measured on the bundled model with its trained draft first, and then replayed (`edgexpert.replay`).
+measured on the bundled model with its trained draft first, both at 4 bits, and then replayed (`edgexpert.replay`).
 Plain decoding and all trees take turns. ``bytes`` is what a token reads against plain decoding, everything counted: where it is
 not below 1, no kernel could make that tree pay.
 """
@@ -21,7 +21,7 @@ from rich.progress import track
 from rich.table import Table
 
 import edgexpert
-from common import machine, packed_model
+from common import BUNDLED, machine, packed_model
 from edgexpert.cli.bench import PROMPTS
 from edgexpert.engine import Engine
 from edgexpert.generation import Generation
@@ -36,9 +36,9 @@ TARGET = 1.6
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 
 
-def acceptance_lengths() -> dict[tuple[TreeShape, str], float]:
-    """Of each tree and policy on the bundled model, 128 greedy tokens of each of four prompts."""
-    engine, lengths = edgexpert.load("stories"), {}
+def acceptance_lengths(work: Path) -> dict[tuple[TreeShape, str], float]:
+    """Of each tree and policy on the bundled model, packed as the others are; 128 greedy tokens of each of four prompts."""
+    engine, lengths = edgexpert.load(str(packed_model(BUNDLED, work))), {}
     for policy in track(POLICIES, "acceptance"):
         engine.set_policy(policy_named(policy))
         for tree in TREES:
@@ -88,14 +88,14 @@ def main(
 ) -> None:
     """Compare token trees with plain decoding."""
     native.set_threads(threads)
-    lengths, rows = acceptance_lengths(), []
+    lengths, rows = acceptance_lengths(work), []
     for shape in shapes.split(","):
         engine = edgexpert.load(str(packed_model(shape, work)))
         rows += [{"shape": shape, **row} for row in measured(engine, lengths, repetitions)]
         del engine
     if json_file is not None:
         about = {**machine(), "threads": threads, "weights": "random, 4 bits",
-                 "acceptance": "as measured on the bundled model, replayed"}
+                 "acceptance": "as measured on the bundled model at 4 bits, replayed"}
         json_file.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
     table = Table("shape", "candidates", "policy", "acceptance", "experts", "ms a token", "bytes", "times as fast", "target")
     for row in rows:
