@@ -37,8 +37,8 @@ struct Task {
 };
 
 // Shared by all calls, which hold busy().
-Buffer quantised, token_sums, token_scales, packed, packed_sums, everything, channel_lists, quad_lists, row_x, row_sums, row_scales, products,
-    activations, partial, scratch;
+Buffer quantised, token_sums, token_scales, packed, packed_sums, everything, channel_lists, quad_lists, row_x, row_sums, row_scales,
+    products, activations, partial, scratch;
 std::vector<Task> tasks;
 
 // Channels per block: those that share scales; 32 for weights without.

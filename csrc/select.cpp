@@ -80,8 +80,8 @@ void salient_channels(const float* activations, const std::int64_t* rows, const 
       std::fill(all.begin(), all.end(), 0.0f);
       std::fill(salient.begin(), salient.end(), 0.0f);
       for (; it != order.end() && pair_expert[*it] == expert && pair_depth[*it] == depth; ++it)
-        isa().add_scores(activations + (rows ? rows[*it] : *it) * channels, weights ? weights[*it] : 1.0f, mask + *it * channels, channels,
-                   all.data(), salient.data());
+        isa().add_scores(activations + (rows ? rows[*it] : *it) * channels, weights ? weights[*it] : 1.0f, mask + *it * channels,
+                         channels, all.data(), salient.data());
       isa().load_salient(all.data(), salient.data(), selection_ratio, channels, own);
     }
   });

@@ -29,7 +29,8 @@ void sort_into_bins(const float* __restrict values, std::int64_t n, float larges
   const std::int32_t top = std::bit_cast<std::int32_t>(largest) >> 18;
   for (std::int64_t i = 0; i < n; ++i) {
     const std::int32_t below = top - (std::bit_cast<std::int32_t>(values[i]) >> 18);
-    bins[i] = static_cast<std::uint16_t>(below < kBins - 1 ? below : kBins - 1);
+    const std::int32_t bin = below < kBins - 1 ? below : kBins - 1;
+    bins[i] = static_cast<std::uint16_t>(bin > 0 ? bin : 0);  // a NaN may be above the largest
   }
 }
 

@@ -52,3 +52,11 @@ def test_pairs_are_sorted_by_expert_as_in_pytorch(case: tuple[Routing, torch.Ten
     theirs, expected = Pairs.group(routing.pair_expert, routing.pair_token)
     assert torch.equal(order, expected)
     assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ("experts", "offsets", "tokens"))
+
+
+def test_a_token_that_is_not_a_number_leaves_the_others_as_they_are() -> None:
+    x = torch.randn(4, 600, generator=torch.Generator().manual_seed(0))
+    routing = Routing(torch.tensor([[0, 1], [1, 2]]), torch.full((2, 2), 0.5), 3, complete=True)
+    expected = native.needed_channels(x, routing, 0.9)
+    x[1, 5] = torch.nan  # in the second pair, whose values then stand above the largest of the first
+    assert torch.equal(native.needed_channels(x, routing, 0.9)[2:], expected[2:])

@@ -29,8 +29,8 @@ STD = 0.02
 """Of all weights but embeddings; the usual `initializer_range`."""
 EMBEDDING_STD = 10.0
 COMMON = 0.68
-"""Share of an embedding's variance that all tokens have in common, so that they share experts as those of a real model do: 65
-tokens go to about 50 experts of 128 (46 in Qwen3's shape), where EdgeXpert's section 1 tells of 52 for Qwen3 and 64 candidates."""
+"""Share of an embedding's variance that all tokens have in common, so that they share experts as those of a real model do:
+65 tokens go to about 50 experts of 128 (46 in Qwen3's shape), where EdgeXpert's section 1 tells of 52 for 64 candidates."""
 STD_OF_CODES = {4: (224 / 12) ** 0.5, 8: (254**2 / 12) ** 0.5}
 """Of codes that are uniformly random: -7 to 7, and -127 to 127 (about)."""
 NIBBLES = [8, *range(1, 16)]
