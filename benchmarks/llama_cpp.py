@@ -32,13 +32,7 @@ from rich.table import Table
 from transformers import PreTrainedConfig
 
 from common import machine, packed_model
-from edgexpert.conversion.sources.dummy import (
-    NIBBLE_PAIRS,
-    STD,
-    STD_OF_CODES,
-    dummy_config,
-    random_embedding,
-)
+from edgexpert.conversion.sources.dummy import NIBBLE_PAIRS, STD, STD_OF_CODES, dummy_config, random_embedding
 from edgexpert.kernels import native
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model

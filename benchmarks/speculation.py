@@ -22,7 +22,7 @@ from rich.table import Table
 
 import edgexpert
 from common import BUNDLED, machine, packed_model
-from edgexpert.cli.bench import PROMPTS
+from edgexpert.cli.bench import PROMPTS, Measured
 from edgexpert.engine import Engine
 from edgexpert.generation import Generation
 from edgexpert.kernels import native
@@ -42,15 +42,9 @@ def acceptance_lengths(work: Path) -> dict[tuple[TreeShape, str], float]:
     for policy in track(POLICIES, "acceptance"):
         engine.set_policy(policy_named(policy))
         for tree in TREES:
-            runs = [engine.generate(prompt, tree=tree, max_new_tokens=128).speculation for prompt in PROMPTS]
-            lengths[tree, policy] = sum(run.emitted for run in runs) / sum(run.stages for run in runs)
+            generations = [engine.generate(prompt, tree=tree, max_new_tokens=128) for prompt in PROMPTS]
+            lengths[tree, policy] = Measured(policy, generations).acceptance_length
     return lengths
-
-
-def decoded(engine: Engine, tree: TreeShape, acceptance: float) -> Generation:
-    """A recorded text, replayed."""
-    text = recorded_tokens(engine, PROMPT_TOKENS + NEW_TOKENS)
-    return replay(engine, text[:PROMPT_TOKENS], text[PROMPT_TOKENS:], acceptance, tree)
 
 
 def bytes_per_token(result: Generation) -> float:
@@ -60,13 +54,13 @@ def bytes_per_token(result: Generation) -> float:
 def measured(engine: Engine, lengths: dict[tuple[TreeShape, str], float], repetitions: int) -> list[dict[str, Any]]:
     """A row a tree and policy; the first is plain decoding."""
     cases = [(TreeShape(0), "exact", 1.0), *((tree, policy, length) for (tree, policy), length in lengths.items())]
+    text = recorded_tokens(engine, PROMPT_TOKENS + NEW_TOKENS)
     draft, results = engine.draft, [[] for _ in cases]
     for _ in track(range(repetitions + 1), "decoding"):
         for (tree, policy, length), own in zip(cases, results, strict=True):
             engine.draft = draft if tree.size else None
             engine.set_policy(policy_named(policy))
-            own.append(decoded(engine, tree, length))
-    engine.draft = draft
+            own.append(replay(engine, text[:PROMPT_TOKENS], text[PROMPT_TOKENS:], length, tree))
     rows, plain = [], results[0]
     for (tree, policy, length), own in zip(cases, results, strict=True):
         times = [result.timing.tpot_s * 1e3 for result in own[1:]]  # the first round warms up

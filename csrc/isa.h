@@ -82,6 +82,7 @@ struct Isa {
   void (*mark)(const float* values, float least, std::int64_t n, bool* marked);
   void (*add_scores)(const float* x, float weight, const bool* needed, std::int64_t n, float* all, float* salient);
   void (*load_salient)(const float* all, const float* salient, float ratio, std::int64_t n, bool* loaded);
+  // What is read and multiplied of a selection.
   void (*list_channels)(const bool* loaded, std::int64_t n, std::int64_t block, std::int32_t* channels, std::int32_t* quads);
   void (*pack_channels)(const std::int8_t* x, const bool* loaded, const bool* compute, std::int64_t n, std::int64_t block,
                         std::int8_t* packed, std::int32_t* sums);

@@ -24,10 +24,6 @@ struct Avx2 {
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F multiply(F a, F b) { return _mm256_mul_ps(a, b); }
   static F floats(I a) { return _mm256_cvtepi32_ps(a); }
-  static std::uint64_t compress(std::uint64_t bytes, const std::uint8_t* members) {
-    const __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(members));
-    return static_cast<std::uint64_t>(_mm_cvtsi128_si64(_mm_shuffle_epi8(_mm_cvtsi64_si128(static_cast<std::int64_t>(bytes)), order)));
-  }
   static F value(float x) { return _mm256_set1_ps(x); }
   static I integer(std::int32_t x) { return _mm256_set1_epi32(x); }
   static I times(I a, std::int32_t x) { return _mm256_mullo_epi32(a, _mm256_set1_epi32(x)); }
@@ -170,6 +166,6 @@ std::int64_t peak(std::int64_t rounds) {
 }  // namespace
 
 const Isa isa_avx2 = {"avx2", product_avx2<Avx2>, join, quantise, activate, add_scaled,
-                      read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient, list_channels, pack_channels<Avx2>};
+                      read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient, list_channels, pack_channels};
 
 }  // namespace edgexpert

@@ -28,10 +28,6 @@ struct Avx512 {
   static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F multiply(F a, F b) { return _mm512_mul_ps(a, b); }
-  static std::uint64_t compress(std::uint64_t bytes, const std::uint8_t* members) {
-    const __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(members));
-    return static_cast<std::uint64_t>(_mm_cvtsi128_si64(_mm_shuffle_epi8(_mm_cvtsi64_si128(static_cast<std::int64_t>(bytes)), order)));
-  }
   static F value(float x) { return _mm512_set1_ps(x); }
   static I integer(std::int32_t x) { return _mm512_set1_epi32(x); }
   static I times(I a, std::int32_t x) { return _mm512_mullo_epi32(a, _mm512_set1_epi32(x)); }
@@ -225,6 +221,6 @@ std::int64_t peak(std::int64_t rounds) {
 }  // namespace
 
 const Isa isa_avx512 = {"avx512", product<Avx512>, join, quantise, activate, add_scaled,
-                        read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient, list_channels, pack_channels<Avx512>};
+                        read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient, list_channels, pack_channels};
 
 }  // namespace edgexpert

@@ -23,9 +23,6 @@ struct Neon {
   static F add(F a, F b) { return vaddq_f32(a, b); }
   static F multiply(F a, F b) { return vmulq_f32(a, b); }
   static F floats(I a) { return vcvtq_f32_s32(a); }
-  static std::uint64_t compress(std::uint64_t bytes, const std::uint8_t* members) {
-    return vget_lane_u64(vreinterpret_u64_u8(vtbl1_u8(vcreate_u8(bytes), vld1_u8(members))), 0);
-  }
   static F value(float x) { return vdupq_n_f32(x); }
   static I integer(std::int32_t x) { return vdupq_n_s32(x); }
   static I times(I a, std::int32_t x) { return vmulq_n_s32(a, x); }
@@ -125,6 +122,6 @@ std::int64_t peak(std::int64_t rounds) {
 }  // namespace
 
 const Isa isa_neon = {"neon", product<Neon>, join, quantise, activate, add_scaled,
-                      read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient, list_channels, pack_channels<Neon>};
+                      read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient, list_channels, pack_channels};
 
 }  // namespace edgexpert

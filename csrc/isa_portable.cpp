@@ -37,11 +37,6 @@ struct Portable {
   static F add(const F& a, const F& b) { return each<F>([&](int i) { return a.v[i] + b.v[i]; }); }
   static F multiply(const F& a, const F& b) { return each<F>([&](int i) { return a.v[i] * b.v[i]; }); }
   static F floats(const I& a) { return each<F>([&](int i) { return static_cast<float>(a.v[i]); }); }
-  static std::uint64_t compress(std::uint64_t bytes, const std::uint8_t* members) {
-    std::uint64_t front = 0;
-    for (int i = 0; i < 8; ++i) front |= (bytes >> 8 * members[i] & 255) << 8 * i;
-    return front;
-  }
   static F value(float x) { return each<F>([=](int) { return x; }); }
   static I integer(std::int32_t x) { return each<I>([=](int) { return x; }); }
   static I times(const I& a, std::int32_t x) { return each<I>([&](int i) { return a.v[i] * x; }); }
@@ -134,6 +129,6 @@ std::int64_t peak(std::int64_t rounds) {
 }  // namespace
 
 const Isa isa_portable = {"portable", product<Portable>, join, quantise, activate, add_scaled,
-                          read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient, list_channels, pack_channels<Portable>};
+                          read, peak, rms_norm_row, float_product, attend, exp_sum, weigh, sort_into_bins, values_of_bin, mark, add_scores, load_salient, list_channels, pack_channels};
 
 }  // namespace edgexpert

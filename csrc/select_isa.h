@@ -8,6 +8,12 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__SSSE3__)
+#include <tmmintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
 #include "isa.h"
 
 namespace edgexpert {
@@ -78,7 +84,7 @@ void load_salient(const float* __restrict all, const float* __restrict salient, 
   for (std::int64_t c = 0; c < n; ++c) bytes[c] |= static_cast<std::uint8_t>(salient[c] > ratio * all[c]);
 }
 
-// Of each set of eight bytes, which ones are in it: for V::compress, which moves them to the front.
+// Of each set of eight bytes, which ones are in it.
 constexpr auto kMembers = [] {
   std::array<std::array<std::uint8_t, 8>, 256> members{};
   for (int set = 0; set < 256; ++set)
@@ -96,6 +102,20 @@ inline std::uint64_t eight_bytes(const void* p) {
 inline std::int64_t set_of(std::uint64_t bools) { return static_cast<std::int64_t>(bools * 0x0102040810204080u >> 56); }
 inline std::int64_t count_of(std::uint64_t bools) { return static_cast<std::int64_t>(bools * 0x0101010101010101u >> 56); }
 
+// The bytes that are `members`, moved to the front; what stands behind them is left open.
+inline std::uint64_t front_of(std::uint64_t bytes, const std::array<std::uint8_t, 8>& members) {
+#if defined(__SSSE3__)
+  const __m128i order = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(members.data()));
+  return static_cast<std::uint64_t>(_mm_cvtsi128_si64(_mm_shuffle_epi8(_mm_cvtsi64_si128(static_cast<std::int64_t>(bytes)), order)));
+#elif defined(__ARM_NEON)
+  return vget_lane_u64(vreinterpret_u64_u8(vtbl1_u8(vcreate_u8(bytes), vld1_u8(members.data()))), 0);
+#else
+  std::uint64_t front = 0;
+  for (int i = 0; i < 8; ++i) front |= (bytes >> 8 * members[i] & 255) << 8 * i;
+  return front;
+#endif
+}
+
 inline std::int32_t sum_of(std::uint64_t signed_bytes) {
   const std::uint64_t bytes = signed_bytes ^ 0x8080808080808080u;  // plus 128
   const std::uint64_t pairs = (bytes & 0x00ff00ff00ff00ffu) + (bytes >> 8 & 0x00ff00ff00ff00ffu);
@@ -111,9 +131,8 @@ void list_channels(const bool* loaded, std::int64_t n, std::int64_t block, std::
     const std::int64_t end = begin + block < n ? begin + block : n;
     std::int64_t i = begin;
     for (; i + 8 <= end; i += 8) {
-      const std::uint64_t kept = eight_bytes(loaded + i), members = eight_bytes(kMembers[set_of(kept)].data());
-      std::uint8_t offsets[8];
-      std::memcpy(offsets, &members, 8);
+      const std::uint64_t kept = eight_bytes(loaded + i);
+      const std::array<std::uint8_t, 8> offsets = kMembers[set_of(kept)];
       for (int k = 0; k < 8; ++k) channels[count + k] = static_cast<std::int32_t>(i) + offsets[k];
       count += count_of(kept);
     }
@@ -128,7 +147,6 @@ void list_channels(const bool* loaded, std::int64_t n, std::int64_t block, std::
 
 // The values of these channels, with zeros for padding and for what is not computed on (a null `compute` is for all), and their sums
 // by block. Room for eight more.
-template <class V>
 void pack_channels(const std::int8_t* x, const bool* loaded, const bool* compute, std::int64_t n, std::int64_t block,
                    std::int8_t* packed, std::int32_t* sums) {
   std::int64_t count = 0;
@@ -139,7 +157,7 @@ void pack_channels(const std::int8_t* x, const bool* loaded, const bool* compute
     for (; i + 8 <= end; i += 8) {
       const std::uint64_t kept = eight_bytes(loaded + i), computed = compute ? eight_bytes(compute + i) : kept;
       const std::uint64_t values = eight_bytes(x + i) & (kept & computed) * 255;
-      const std::uint64_t front = V::compress(values, kMembers[set_of(kept)].data());
+      const std::uint64_t front = front_of(values, kMembers[set_of(kept)]);
       std::memcpy(packed + count, &front, 8);
       count += count_of(kept);
       sum += sum_of(values);
