@@ -14,10 +14,10 @@ from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.dummy import DummySource, dummy_config
 from edgexpert.conversion.sources.opening import open_source
-from edgexpert.engine import Engine
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.resources import bundled_folder
 from edgexpert.kernels import native
-from edgexpert.resources import bundled_folder
+from edgexpert.runtime.engine import Engine
 
 BUNDLED = "stories"
 BUNDLED_TEXTS = bundled_folder(BUNDLED) / "held_out.jsonl"

@@ -19,12 +19,12 @@ from rich.progress import track
 
 import edgexpert
 from common import BUNDLED_TEXTS, RESULTS, ModelName, Texts, cut_texts, machine, save
-from edgexpert.engine import Engine
-from edgexpert.errors import UserError
-from edgexpert.generation import Speculation
-from edgexpert.ledger import Ledger
+from edgexpert.core.errors import UserError
+from edgexpert.core.traffic import Ledger
 from edgexpert.model.blocks import find_blocks
 from edgexpert.model.loading import load_model, resolve
+from edgexpert.runtime.engine import Engine
+from edgexpert.runtime.results import Speculation
 from edgexpert.speculation.causal import CausalDraft
 from edgexpert.speculation.draft import Draft, TreeShape
 from edgexpert.speculation.eagle3_draft import Eagle3Draft

@@ -21,8 +21,8 @@ import typer
 
 import edgexpert
 from common import ModelName, Texts, cut_texts
-from edgexpert.engine import Engine
 from edgexpert.policy import PRESETS, Policy
+from edgexpert.runtime.engine import Engine
 from edgexpert.speculation.draft import TreeShape
 
 Rungs = tuple[dict[str, float], ...]

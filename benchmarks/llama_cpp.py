@@ -33,10 +33,10 @@ from transformers import PreTrainedConfig
 
 from common import machine, packed_model
 from edgexpert.conversion.sources.dummy import NIBBLE_PAIRS, STD, STD_OF_CODES, dummy_config, random_embedding
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import native
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
-from edgexpert.stage import Stage, TokenTree
 
 PACKAGE = "llama-cpp-python"
 CONTEXT = 512  # tokens before a verify stage

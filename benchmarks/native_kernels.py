@@ -24,7 +24,8 @@ from rich.table import Table
 
 from common import processor
 from edgexpert.kernels import native
-from edgexpert.kernels.packed import PackedExperts, Pairs
+from edgexpert.kernels.reference import Pairs
+from edgexpert.weights.matrix import PackedExperts
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER, GROUP = 64, 8, 2048, 1024, 32
 LAYERS = 3  # 230 MB each: far more than a cache

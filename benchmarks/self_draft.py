@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import edgexpert
-from edgexpert.errors import UserError
-from edgexpert.ledger import PARTS, Ledger, Part
+from edgexpert.core.errors import UserError
+from edgexpert.core.traffic import PARTS, Ledger, Part
 from edgexpert.model.blocks import decoder_layers, find_blocks
 from edgexpert.speculation.causal import CausalDraft
 

@@ -3,7 +3,7 @@
     python benchmarks/speculation.py --work FOLDER [--shapes granite-1b-a400m,olmoe-1b-7b] [--threads 2] [--json FILE]
 
 FOLDER is that of llama_cpp.py; models that are not there are made. Their weights are random, so each tree's acceptance length is
-measured on the bundled model with its trained draft first, both at 4 bits, and then replayed (`edgexpert.replay`).
+measured on the bundled model with its trained draft first, both at 4 bits, and then replayed (`edgexpert.runtime.replay`).
 Plain decoding and all trees take turns. ``bytes`` is what a token reads against plain decoding, everything counted: where it is
 not below 1, no kernel could make that tree pay.
 """
@@ -23,11 +23,11 @@ from rich.table import Table
 import edgexpert
 from common import BUNDLED, machine, packed_model
 from edgexpert.cli.bench import PROMPTS, Measured
-from edgexpert.engine import Engine
-from edgexpert.generation import Generation
 from edgexpert.kernels import native
 from edgexpert.policy import policy_named
-from edgexpert.replay import recorded_tokens, replay
+from edgexpert.runtime.engine import Engine
+from edgexpert.runtime.replay import recorded_tokens, replay
+from edgexpert.runtime.results import Generation
 from edgexpert.speculation.draft import TreeShape
 
 TREES = tuple(TreeShape(*sizes) for sizes in ((2, 2, 1), (3, 3, 1), (4, 4, 1), (8, 4, 4), (16, 6, 4), (64, 6, 10)))

@@ -19,9 +19,9 @@ from rich.progress import track
 
 import edgexpert
 from common import BUNDLED_TEXTS, RESULTS, ModelName, Texts, cut_texts, machine, save
-from edgexpert.engine import Engine
 from edgexpert.kernels import native
 from edgexpert.policy import PRESETS
+from edgexpert.runtime.engine import Engine
 from edgexpert.speculation.draft import TreeShape
 
 

@@ -7,7 +7,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgexpert.api import attach, load
+    from edgexpert.runtime.api import attach, load
 
 __all__ = ["attach", "load"]
 
@@ -15,7 +15,7 @@ __all__ = ["attach", "load"]
 def __getattr__(name: str) -> Any:
     """Loads PyTorch and transformers only when they are needed: the command line answers ``--help`` at once."""
     if name in __all__:
-        from edgexpert import api
+        from edgexpert.runtime import api
 
         return getattr(api, name)
     raise AttributeError(f"module 'edgexpert' has no attribute {name!r}")

@@ -9,7 +9,7 @@ import pytest
 
 from edgexpert.cli import plot
 from edgexpert.cli.prompts import read_prompts
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from tests.cli.conftest import Run
 
 

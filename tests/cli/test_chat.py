@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgexpert.engine import Engine, Prompt
+from edgexpert.runtime.engine import Engine, Prompt
 from tests.cli.conftest import Run
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from edgexpert.packing.reading import Pack
+from edgexpert.weights.files import Pack
 from tests.cli.conftest import Run
 from tests.conftest import make_model
 

@@ -13,7 +13,7 @@ import pytest
 
 import edgexpert
 from edgexpert.cli.options import Options
-from edgexpert.engine import Engine, TextStream
+from edgexpert.runtime.engine import Engine, TextStream
 from edgexpert.speculation.draft import TreeShape
 from tests.cli.conftest import Run
 
@@ -131,7 +131,7 @@ def test_ctrl_c_with_json_still_prints_one_object(run: Run, tiny_checkpoint: Pat
     assert 0 < len(value["token_ids"]) < 50
 
 
-@pytest.mark.parametrize("where", ["edgexpert.load", "edgexpert.engine.Engine.prefill"])
+@pytest.mark.parametrize("where", ["edgexpert.load", "edgexpert.runtime.engine.Engine.prefill"])
 def test_ctrl_c_before_the_first_token_leaves_with_one_line(
     run: Run, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from edgexpert.cli.options import Options, shared_options
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from tests.cli.conftest import Run
 
 PROMISED = """

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from edgexpert.conversion.sources.huggingface import HuggingFaceSource
-from edgexpert.kernels.packed import PackedMatrix, dequantise
-from edgexpert.packing.reading import Pack
+from edgexpert.weights.files import Pack
+from edgexpert.weights.matrix import PackedMatrix, dequantise
 from tests.conftest import make_model, make_tokenizer
 
 TINY = ("granitemoe", "olmoe", "qwen3_moe", "deepseek_v2")

@@ -13,8 +13,8 @@ from edgexpert.conversion.convert import convert
 from edgexpert.conversion.export import export
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
-from edgexpert.errors import UserError
-from edgexpert.packing.format import EXPERTS
+from edgexpert.core.errors import UserError
+from edgexpert.weights.manifest import EXPERTS
 from tests.conversion.conftest import TINY, checkpoint, float_weights
 
 

@@ -17,12 +17,12 @@ from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options, parse_keep
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.conversion.writer import JOURNAL, Writer
-from edgexpert.errors import UserError
-from edgexpert.kernels.packed import PackedMatrix, dequantise
+from edgexpert.core.errors import UserError
 from edgexpert.model.loading import load_model
-from edgexpert.packing.format import DENSE, EXPERTS, MANIFEST
-from edgexpert.packing.matrix import quantise
-from edgexpert.packing.reading import Pack, verify
+from edgexpert.weights.files import Pack, verify
+from edgexpert.weights.manifest import DENSE, EXPERTS, MANIFEST
+from edgexpert.weights.matrix import PackedMatrix, dequantise
+from edgexpert.weights.rounding import quantise
 from tests.conftest import FAMILIES
 from tests.conversion.conftest import TINY, checkpoint, float_weights
 

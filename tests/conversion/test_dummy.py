@@ -12,12 +12,12 @@ from edgexpert.conversion.convert import convert
 from edgexpert.conversion.layout import plan_layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.dummy import EMBEDDING_STD, STD, DummySource, dummy_config
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.resources import MODELS
+from edgexpert.core.stage import Stage
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
-from edgexpert.packing.reading import Pack
-from edgexpert.resources import MODELS
-from edgexpert.stage import Stage
+from edgexpert.weights.files import Pack
 from tests.conftest import make_model
 from tests.conversion.conftest import float_weights
 

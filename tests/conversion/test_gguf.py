@@ -13,10 +13,10 @@ from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.gguf import GgufSource
 from edgexpert.conversion.sources.opening import open_source
-from edgexpert.errors import UserError
-from edgexpert.kernels.packed import dequantise
-from edgexpert.packing.matrix import quantise
-from edgexpert.packing.reading import Pack
+from edgexpert.core.errors import UserError
+from edgexpert.weights.files import Pack
+from edgexpert.weights.matrix import dequantise
+from edgexpert.weights.rounding import quantise
 from tests.conftest import make_model
 from tests.conversion.conftest import float_weights
 from tests.conversion.gguf_files import ARCHITECTURES, write_gguf

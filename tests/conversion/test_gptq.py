@@ -16,12 +16,12 @@ from edgexpert.conversion.convert import convert
 from edgexpert.conversion.gptq import gptq
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
-from edgexpert.errors import UserError
-from edgexpert.kernels.packed import dequantise
+from edgexpert.core.errors import UserError
+from edgexpert.core.resources import bundled_folder
 from edgexpert.model.blocks import decoder_layers, find_blocks
 from edgexpert.model.loading import load_model
-from edgexpert.packing.matrix import quantise
-from edgexpert.resources import bundled_folder
+from edgexpert.weights.matrix import dequantise
+from edgexpert.weights.rounding import quantise
 from tests.conversion.conftest import TINY, checkpoint, float_weights
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
+from edgexpert.core.errors import UserError
 from edgexpert.encoder import ImportanceEncoder
 from edgexpert.encoder.encoder import BUNDLED, WINDOW
 from edgexpert.encoder.quantise import WEIGHTS, dequantise, quantise
-from edgexpert.errors import UserError
 
 SENTENCE = "Once upon a time, a little fox lived in the green forest."
 # Measured with the float32 sentence-transformers/all-MiniLM-L6-v2 on SENTENCE, in percent.

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import edgexpert
-from edgexpert.engine import Engine
+from edgexpert.core.resources import bundled_folder
 from edgexpert.policy import PRESETS
-from edgexpert.resources import bundled_folder
+from edgexpert.runtime.engine import Engine
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.ngram import NgramDraft
 

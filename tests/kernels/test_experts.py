@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.routing import ChannelSelection, Routing
+from edgexpert.core.shapes import ExpertShape, WeightFormat
 from edgexpert.kernels.experts import ExpertWeights, run_experts
-from edgexpert.plan import ChannelSelection, ExpertShape, LayerPlan, Routing, WeightFormat
 
 EXPERTS, HIDDEN, INTER, TOKENS = 5, 12, 8, 7
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from edgexpert.kernels import dense, native, packed
-from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs, TiledMatrix
-from edgexpert.packing.matrix import quantise
+from edgexpert.kernels import dense, native, reference
+from edgexpert.kernels.reference import Pairs
+from edgexpert.weights.matrix import PackedExperts, PackedMatrix, TiledMatrix, dequantise
+from edgexpert.weights.rounding import quantise
 
 ISAS = [path for path in native.available() if path != "torch"]
 pytestmark = pytest.mark.skipif(not ISAS, reason="built without native kernels")
@@ -73,7 +74,7 @@ def test_linear_equals_the_reference_for_any_shape(
     bits, zero_point = form
     matrix = quantise(torch.randn(groups * group, outputs), bits, group, zero_point)
     x, bias = torch.randn(rows, groups * group), torch.randn(outputs)
-    expected = packed.linear(x, matrix, bias)
+    expected = reference.linear(x, matrix, bias)
     for path in ISAS:
         native.path()
         native._native.select_isa(path)
@@ -94,27 +95,27 @@ def test_experts_read_only_the_selected_channels(isa: str, bits: int, zero_point
     bias_up, bias_down = torch.randn(count, 2 * inner), torch.randn(count, hidden)
 
     got = native.gate_up(x, up, pairs, loaded, compute, bias_up)
-    torch.testing.assert_close(got, packed.gate_up(x, up, pairs, loaded, compute, bias_up), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, reference.gate_up(x, up, pairs, loaded, compute, bias_up), rtol=1e-4, atol=1e-4)
 
     loaded, compute = torch.rand(count, inner) < keep, torch.rand(14, inner) < 0.7
     got = native.down(got, lower, pairs, weights, 7, loaded, compute, bias_down)
-    inner_x = packed.gate_up(x, up, pairs)
+    inner_x = reference.gate_up(x, up, pairs)
     got = native.down(inner_x, lower, pairs, weights, 7, loaded, compute, bias_down)
-    assert close(got, packed.down(inner_x, lower, pairs, weights, 7, loaded, compute, bias_down), bits)
+    assert close(got, reference.down(inner_x, lower, pairs, weights, 7, loaded, compute, bias_down), bits)
 
     poisoned = PackedExperts(lower.values.clone(), lower.scales, lower.zeros, inner, hidden, bits, 32)
     poisoned.values[~loaded] = 7 if bits != 16 else torch.nan
     assert torch.equal(native.down(inner_x, poisoned, pairs, weights, 7, loaded, compute, bias_down), got)
 
 
-@pytest.mark.parametrize("activation", packed.ACTIVATIONS)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_activation_functions_agree_with_torch(isa: str, activation: str, gated: bool) -> None:
     torch.manual_seed(1)
     up = experts(3, 32, 64, 16, 32)
     pairs, x = routing(5, 3, 2), 3 * torch.randn(5, 32)
     got = native.gate_up(x, up, pairs, activation=activation, gated=gated)
-    torch.testing.assert_close(got, packed.gate_up(x, up, pairs, activation=activation, gated=gated), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, reference.gate_up(x, up, pairs, activation=activation, gated=gated), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [4, 8, 16])
@@ -147,13 +148,13 @@ def test_a_matrix_in_tiles_is_the_same_matrix(isa: str, bits: int, zero_point: b
     matrix = quantise(torch.randn(64, outputs), bits, 32, zero_point)
     tiled = TiledMatrix.of(matrix)
     assert len(tiled.values) > 1
-    assert torch.equal(packed.dequantise(tiled), packed.dequantise(matrix))
+    assert torch.equal(dequantise(tiled), dequantise(matrix))
     x, bias = torch.randn(20, 64), torch.randn(outputs)
     for threads in (1, 3):
         native.set_threads(threads)
         for rows in (1, 5, 20):
             assert torch.equal(native.linear(x[:rows], tiled, bias), native.linear(x[:rows], matrix, bias))
-    assert close(native.linear(x, tiled, bias), packed.linear(x, tiled, bias), bits)
+    assert close(native.linear(x, tiled, bias), reference.linear(x, tiled, bias), bits)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
@@ -165,7 +166,7 @@ def test_the_largest_sums_of_a_group_fit(isa: str, rows: int) -> None:
         matrix = PackedMatrix(values, scales, None, channels, outputs, 4, 32)
         for signs in ([1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]):
             x = torch.tensor(signs).repeat(rows, channels // 2)
-            assert torch.equal(native.linear(x, matrix), packed.linear(x, matrix))
+            assert torch.equal(native.linear(x, matrix), reference.linear(x, matrix))
 
 
 def test_all_instruction_sets_give_the_same_bits() -> None:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PRINT_RESULT = """
 import hashlib, torch
 from edgexpert.kernels import native
-from edgexpert.packing.matrix import quantise
+from edgexpert.weights.rounding import quantise
 torch.manual_seed(0)
 matrix, x = quantise(torch.randn(256, 200), 4, 32), torch.randn(9, 256)
 print(native.path(), hashlib.sha256(native.linear(x, matrix).numpy().tobytes()).hexdigest())

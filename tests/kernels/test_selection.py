@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from edgexpert.core.routing import Routing
 from edgexpert.kernels import native
-from edgexpert.kernels.packed import Pairs
-from edgexpert.plan import Routing
+from edgexpert.kernels.reference import Pairs
 from edgexpert.policy.coalescing import salient_channels
 from edgexpert.policy.pruning import needed_channels
 

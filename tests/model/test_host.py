@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.model.host import HostedModel
-from edgexpert.stage import Stage, TokenTree
 from tests.conftest import make_model
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import edgexpert
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.model.bundled import load_packed, save_packed
 from edgexpert.model.calibrated import read_calibrated
 from edgexpert.model.loading import load_model

@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import native
 from edgexpert.model import packed
 from edgexpert.model.blocks import find_blocks
 from edgexpert.model.host import HostedModel
 from edgexpert.model.native_layer import NativeLayer, use_native_layers
 from edgexpert.policy import PRESETS, Policy
-from edgexpert.stage import Stage, TokenTree
 from tests.conftest import make_model, make_tokenizer
 
 pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
+from edgexpert.core.routing import ChannelSelection
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import dense, native
 from edgexpert.kernels.experts import run_experts
 from edgexpert.model.cache import TreeCache
@@ -22,9 +24,7 @@ from edgexpert.model.host import HostedModel
 from edgexpert.model.native_model import native_model
 from edgexpert.model.packed import load_pack
 from edgexpert.model.running import StageOutput
-from edgexpert.plan import ChannelSelection
 from edgexpert.policy import PRESETS, Policy
-from edgexpert.stage import Stage, TokenTree
 from tests.conftest import make_model, make_tokenizer
 
 pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")

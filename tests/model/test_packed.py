@@ -11,20 +11,20 @@ from transformers import AutoModelForCausalLM
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.opening import open_source
-from edgexpert.engine import Engine
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.resources import bundled_folder
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import native
 from edgexpert.kernels.modules import PackedLinear
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
-from edgexpert.packing.reading import Pack
 from edgexpert.policy import PRESETS
-from edgexpert.resources import bundled_folder
+from edgexpert.runtime.engine import Engine
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.eagle3_draft import Eagle3Draft
 from edgexpert.speculation.loading import load_draft
 from edgexpert.speculation.ngram import NgramDraft
-from edgexpert.stage import Stage, TokenTree
+from edgexpert.weights.files import Pack
 from tests.conftest import make_model, make_tokenizer
 
 FAMILIES = ("granitemoe", "olmoe", "deepseek_v2", "qwen3_moe")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.model.host import HostedModel
 from edgexpert.model.router import detect_form
 from edgexpert.policy import Policy
-from edgexpert.stage import Stage, TokenTree
 from tests.conftest import make_model
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from edgexpert.errors import UserError
-from edgexpert.plan import Routing, Scores
+from edgexpert.core.errors import UserError
+from edgexpert.core.routing import Routing, Scores
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.policy import PRESETS, Policy, policy_named
 from edgexpert.policy.policy import TokenWeight
-from edgexpert.stage import Stage, TokenTree
 
 STORIES = {"model_type": "qwen3_moe", "num_experts": 64, "top_k": 4}
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import torch
 
-from edgexpert.plan import Routing, Scores
+from edgexpert.core.routing import Routing, Scores
+from edgexpert.core.stage import TokenTree
 from edgexpert.policy.pruning import expected_candidates, needed_channels, prune_experts, union_by_expert
-from edgexpert.stage import TokenTree
 
 
 def test_the_keep_set_is_the_likeliest_candidates_with_their_ancestors() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from edgexpert.plan import Routing, Scores
+from edgexpert.core.routing import Routing, Scores
 from edgexpert.policy.reuse import reuse_experts
 
 

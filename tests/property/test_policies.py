@@ -8,11 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgexpert.plan import ChannelSelection, ExpertShape, LayerPlan, Routing, Scores, WeightFormat
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.routing import ChannelSelection, Routing, Scores
+from edgexpert.core.shapes import ExpertShape, WeightFormat
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.policy import PRESETS, Policy
 from edgexpert.policy.importance import Tier, token_tiers
 from edgexpert.policy.pruning import expected_candidates, needed_channels, union_by_expert
-from edgexpert.stage import Stage, TokenTree
 
 CHANNELS = 6
 SHAPE = ExpertShape(hidden=CHANNELS, intermediate=CHANNELS, gate_up_outputs=12, format=WeightFormat(1.0))

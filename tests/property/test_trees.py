@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from edgexpert.core.stage import TokenTree
 from edgexpert.speculation.draft import Draft, TreeShape
 from edgexpert.speculation.sampling import Sampler, SamplingParams
 from edgexpert.speculation.tree import Level, build_tree
 from edgexpert.speculation.verify import accept
-from edgexpert.stage import TokenTree
 from tests.speculation.drafts import GarbageDraft, OracleDraft, RandomDraft
 
 VOCAB, NEW = 12, 12

@@ -11,13 +11,13 @@ import pytest
 pytest.importorskip("pyarrow")
 pytest.importorskip("matplotlib")
 
+from edgexpert.core.resources import MODELS
 from edgexpert.reproduce.claims import claims, paper
 from edgexpert.reproduce.figure import Figure
 from edgexpert.reproduce.make import reproduce
 from edgexpert.reproduce.registry import NAMES
 from edgexpert.reproduce.report import cells, claim_rows
 from edgexpert.reproduce.workbench import Settings
-from edgexpert.resources import MODELS
 from edgexpert.simulator.device import built_in
 
 GRANITE = "granite-1b-a400m"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.simulator.device import built_in, load_device
 from edgexpert.simulator.run import simulate
 from tests.simulator.workloads import MODEL, text

@@ -8,14 +8,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgexpert.resources import MODELS
+from edgexpert.core.resources import MODELS
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.simulator.device import Device
 from edgexpert.simulator.energy import total
 from edgexpert.simulator.program import Op
 from edgexpert.simulator.run import RunResult, simulate, simulate_stage
 from edgexpert.simulator.shapes import ModelShape, model_named
 from edgexpert.simulator.workload import PlannedLayer, PlannedMatrix, PlannedStage, dense_decode, dense_prefill
-from edgexpert.stage import Stage, TokenTree
 from tests.simulator.test_shapes import BY_NAME, EXPECTED
 from tests.simulator.workloads import edgexpert
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgexpert.errors import UserError
-from edgexpert.plan import ExpertShape, LayerPlan, Storage
+from edgexpert.core.errors import UserError
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.shapes import ExpertShape, Storage
 from edgexpert.policy import PRESETS
 from edgexpert.simulator.device import load_device
 from edgexpert.simulator.energy import GROUPS, grouped, total

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from edgexpert.errors import UserError
-from edgexpert.resources import MODELS
+from edgexpert.core.errors import UserError
+from edgexpert.core.resources import MODELS
 from edgexpert.simulator.shapes import ModelShape, model_named
 from tests.simulator.workloads import CONFIG
 

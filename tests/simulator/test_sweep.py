@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.simulator.device import load_device
 from edgexpert.simulator.sweep import Case, result_row, run_cases, write_rows
 from tests.simulator.workloads import MODEL, text

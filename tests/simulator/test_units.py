@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgexpert.plan import Routing, Scores
+from edgexpert.core.routing import Routing, Scores
 from edgexpert.policy.coalescing import salient_channels
 from edgexpert.policy.importance import Tier, token_tiers
 from edgexpert.policy.reuse import reuse_experts

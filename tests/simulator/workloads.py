@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from edgexpert.plan import LayerPlan, Routing, Scores
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.routing import Routing, Scores
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.policy import Policy, policy_named
 from edgexpert.simulator.device import Device, load_device
 from edgexpert.simulator.shapes import ModelShape
 from edgexpert.simulator.workload import PlannedStage
-from edgexpert.stage import Stage, TokenTree
 
 CONFIG = {"model_type": "olmoe", "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 256}

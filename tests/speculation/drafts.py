@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from edgexpert.core.stage import TokenTree
 from edgexpert.kernels.dense import top_log_probs
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.tree import Level, build_tree
-from edgexpert.stage import TokenTree
 
 
 class OracleDraft:

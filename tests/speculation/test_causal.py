@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.causal import CausalDraft, load_causal_draft
 from edgexpert.speculation.draft import TreeShape
 from tests.conftest import make_tokenizer

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from edgexpert.core.stage import TokenTree
 from edgexpert.kernels import native
-from edgexpert.packing.matrix import quantise
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.eagle3 import Eagle3Config, Eagle3Model
 from edgexpert.speculation.eagle3_draft import Eagle3Draft
 from edgexpert.speculation.eagle3_step import DraftCache, ModuleStep, NativeStep, Step, step_of
 from edgexpert.speculation.loading import pack_draft
-from edgexpert.stage import TokenTree
+from edgexpert.weights.rounding import quantise
 
 needs_kernels = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
 

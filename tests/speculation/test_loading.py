@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.checkpoint import save_eagle3
 from edgexpert.speculation.eagle3 import Eagle3Config, Eagle3Model
 from edgexpert.speculation.loading import load_draft

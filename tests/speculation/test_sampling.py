@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.sampling import Sampler, SamplingParams, uniform
 
 LOGITS = torch.tensor([1.0, 3.0, 2.0, 0.5, -1.0])

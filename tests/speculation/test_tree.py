@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.kernels.dense import top_log_probs
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.tree import Expand, Level, build_tree

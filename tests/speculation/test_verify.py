@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from edgexpert.core.stage import TokenTree
 from edgexpert.speculation.sampling import Sampler, SamplingParams
 from edgexpert.speculation.verify import accept
-from edgexpert.stage import TokenTree
 
 #      0:9
 #    1:3   2:4

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.training.capture import Captured, capture, fused_layers, logit_scale, observe, teacher_logits
 from edgexpert.training.examples import Continuations, Example, Given
 

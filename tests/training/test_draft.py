@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.training.capture import Captured

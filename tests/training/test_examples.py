@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.training.examples import (
     Continuations,
     chat_examples,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.medusa import MedusaDraft, MedusaModel, load_medusa
 from edgexpert.training.capture import logit_scale

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.training.corpus import END_OF_TEXT, documents, is_held_out, prepare
 from edgexpert.training.experts import SORTED
 from edgexpert.training.growth import split_experts

@@ -15,11 +15,11 @@ from edgexpert.cli.options import Json, Options, shared_options
 from edgexpert.cli.plot import draw_comparison, require_matplotlib
 from edgexpert.cli.prompts import read_prompts
 from edgexpert.cli.show import NOTHING, print_json, print_line, print_rich, readable_bytes, readable_number, table
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
-    from edgexpert.engine import Engine
-    from edgexpert.generation import Generation
+    from edgexpert.runtime.engine import Engine
+    from edgexpert.runtime.results import Generation
     from edgexpert.speculation.draft import TreeShape
     from edgexpert.speculation.sampling import SamplingParams
 
@@ -130,9 +130,9 @@ def measure(
     """Every policy on every prompt, after a short warm-up of each policy that does not count.
 
     Args:
-        acceptance: replay with this acceptance length instead of generating; see `edgexpert.replay`.
+        acceptance: replay with this acceptance length instead of generating; see `edgexpert.runtime.replay`.
     """
-    from edgexpert.replay import recorded_tokens, replay
+    from edgexpert.runtime.replay import recorded_tokens, replay
 
     def run(prompt: str, new_tokens: int) -> Generation:
         if acceptance is None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from edgexpert.cli.options import Options, shared_options
 from edgexpert.cli.show import print_generation, print_line, print_piece, sentence
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
-    from edgexpert.engine import Engine, Prompt
-    from edgexpert.generation import Generation
+    from edgexpert.runtime.engine import Engine, Prompt
+    from edgexpert.runtime.results import Generation
     from edgexpert.speculation.draft import TreeShape
     from edgexpert.speculation.sampling import SamplingParams
 

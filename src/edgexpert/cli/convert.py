@@ -11,11 +11,11 @@ import typer
 
 from edgexpert.cli.options import Json
 from edgexpert.cli.show import print_json, print_line, print_pairs, readable_bytes
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
     from edgexpert.conversion.convert import Advance
-    from edgexpert.packing.format import Manifest
+    from edgexpert.weights.manifest import Manifest
 
 
 def convert(

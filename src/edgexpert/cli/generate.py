@@ -9,7 +9,7 @@ import typer
 
 from edgexpert.cli.options import Json, Options, shared_options
 from edgexpert.cli.show import print_generation, print_json, print_piece
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 
 @shared_options()

@@ -10,7 +10,7 @@ import typer
 
 from edgexpert.cli.options import MODEL_HELP, DraftName, Json
 from edgexpert.cli.show import print_json, print_line, print_pairs, readable_bytes
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
     from edgexpert.model.host import HostedModel
@@ -41,7 +41,7 @@ def info(
 
 def check_files(folder: str, json: bool) -> None:
     """Compares every file of a packed checkpoint with its hash in the manifest."""
-    from edgexpert.packing.reading import verify
+    from edgexpert.weights.files import verify
 
     names = verify(Path(folder).expanduser())
     if json:
@@ -75,9 +75,9 @@ def describe(name: str, loaded: LoadedModel, host: HostedModel, draft: str) -> d
 
 
 def _policies() -> list[str]:
-    from edgexpert.policy import PRESETS, RIVALS
+    from edgexpert.policy import BASELINES, PRESETS
 
-    return [*PRESETS, *RIVALS]
+    return [*PRESETS, *BASELINES]
 
 
 def _try_draft(name: str, loaded: LoadedModel) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from edgexpert.cli import bench, chat, convert, generate, info, reproduce, simulate, trace, train
 from edgexpert.cli.show import sentence
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 INTERRUPTED = 130
 UsageError: type[Any] = typer.BadParameter.__mro__[1]  # typer keeps its copy of click to itself

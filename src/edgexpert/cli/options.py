@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
-    from edgexpert.engine import Engine
     from edgexpert.policy import Policy
+    from edgexpert.runtime.engine import Engine
     from edgexpert.speculation.draft import TreeShape
     from edgexpert.speculation.sampling import SamplingParams
 

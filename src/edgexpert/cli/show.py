@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
-    from edgexpert.generation import Generation
+    from edgexpert.runtime.results import Generation
 
 NOTHING = "–"
 PIPE_WIDTH = 10_000

@@ -22,7 +22,7 @@ from edgexpert.cli.show import (
     readable_seconds,
     table,
 )
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
     from edgexpert.simulator.run import RunResult, StageResult
@@ -99,10 +99,10 @@ def simulate(
     for file in (timeline, out):
         if file is not None and not file.parent.is_dir():
             raise UserError(f"there is no folder {file.parent} to write {file.name} into; make it first")
-    from edgexpert.cases import Dense, dense_case, trace_case
     from edgexpert.policy import policy_named
     from edgexpert.simulator.device import load_device
     from edgexpert.simulator.shapes import model_named
+    from edgexpert.trace.cases import Dense, dense_case, trace_case
 
     if dense and (policy or importance):
         raise UserError("a dense workload loads experts whole whatever the policy; give --policy and --importance with --trace "

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from edgexpert.cli.options import Json, Options, shared_options
 from edgexpert.cli.prompts import read_prompts
 from edgexpert.cli.show import print_json, print_pairs, readable_bytes, readable_number
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 
 @shared_options()

@@ -12,13 +12,13 @@ import typer
 
 from edgexpert.cli.options import MODEL_HELP, Device, Dtype
 from edgexpert.cli.show import print_line
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from edgexpert.engine import Engine
+    from edgexpert.runtime.engine import Engine
     from edgexpert.speculation.draft import Draft
     from edgexpert.training.examples import Source
 
@@ -103,7 +103,7 @@ def draft(
         raise UserError("--recipe and --corpus belong together; give both, or neither")
     if [text, chats, corpus].count(None) != 2:
         raise UserError("give the training data either as --text files, or as a --chats file, or by --recipe and --corpus")
-    from edgexpert.api import load
+    from edgexpert.runtime.api import load
     from edgexpert.speculation.eagle3_draft import Eagle3Draft
     from edgexpert.speculation.medusa import MedusaDraft
     from edgexpert.training.capture import capture

@@ -25,11 +25,11 @@ from edgexpert.conversion.gptq import gptq
 from edgexpert.conversion.layout import Layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source, meta_model
-from edgexpert.errors import UserError
-from edgexpert.kernels.packed import PackedMatrix, dequantise
+from edgexpert.core.errors import UserError
 from edgexpert.model.blocks import MoeBlock, decoder_layers, find_blocks
 from edgexpert.model.packed import fill_buffers
-from edgexpert.packing.matrix import quantise, relative_error
+from edgexpert.weights.matrix import PackedMatrix, dequantise
+from edgexpert.weights.rounding import quantise, relative_error
 
 SEQUENCES = 128
 LENGTH = 512

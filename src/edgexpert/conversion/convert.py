@@ -14,10 +14,10 @@ from edgexpert.conversion.layout import Layout, plan_layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
 from edgexpert.conversion.writer import Writer
-from edgexpert.errors import UserError
-from edgexpert.packing.format import Manifest
-from edgexpert.packing.matrix import PackedMatrix, quantise, relative_error
-from edgexpert.packing.reading import sha256
+from edgexpert.core.errors import UserError
+from edgexpert.weights.files import sha256
+from edgexpert.weights.manifest import Manifest
+from edgexpert.weights.rounding import PackedMatrix, quantise, relative_error
 
 Advance = Callable[[int, int], None]
 """Told after each parameter: bytes written so far, and bytes in all."""

@@ -22,11 +22,11 @@ from edgexpert.conversion.sources.compressed_tensors import FORMAT, PACKED, WEIG
 from edgexpert.conversion.sources.huggingface import EXTRAS, INDEX
 from edgexpert.conversion.sources.source import meta_model
 from edgexpert.conversion.writer import unfinished
-from edgexpert.errors import UserError
-from edgexpert.kernels.packed import PackedMatrix, dequantise
-from edgexpert.packing.format import DENSE, EXPERTS, LayerLayout
-from edgexpert.packing.matrix import decode
-from edgexpert.packing.reading import Pack
+from edgexpert.core.errors import UserError
+from edgexpert.weights.files import Pack
+from edgexpert.weights.manifest import DENSE, EXPERTS, LayerLayout
+from edgexpert.weights.matrix import PackedMatrix, dequantise
+from edgexpert.weights.rounding import decode
 
 OWN_SETTINGS = ("edgexpert_dummy",)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from edgexpert.packing.matrix import PackedMatrix, choose_scales, pack_codes, quantise, round_to_codes, weights_of_codes
+from edgexpert.weights.rounding import PackedMatrix, choose_scales, pack_codes, quantise, round_to_codes, weights_of_codes
 
 DAMPING = 0.05
 """Part of the Hessian's mean diagonal that is added to its diagonal; usually 0.01, but an expert sees few tokens."""

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.model.blocks import MoeBlock, find_blocks
-from edgexpert.packing.format import (
+from edgexpert.weights.manifest import (
     PART_ALIGNMENT,
     RECORD_ALIGNMENT,
     Extent,
@@ -25,7 +25,7 @@ from edgexpert.packing.format import (
     end_of,
     matrix_layout,
 )
-from edgexpert.packing.matrix import PADDING
+from edgexpert.weights.rounding import PADDING
 
 NARROW = PADDING
 """Linear layers with fewer outputs, such as the gate of a shared expert, keep their floats."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from edgexpert.errors import UserError
-from edgexpert.packing.matrix import BITS
+from edgexpert.core.errors import UserError
+from edgexpert.weights.rounding import BITS
 
 Method = Literal["rtn", "gptq"]
 PARTS = ("experts", "attention", "shared_experts", "lm_head")

@@ -23,10 +23,10 @@ from torch import Tensor
 from edgexpert.conversion.layout import Layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
-from edgexpert.errors import UserError
-from edgexpert.packing.format import DENSE, EXPERTS, MANIFEST, PART_ALIGNMENT, Manifest, align
-from edgexpert.packing.matrix import PackedMatrix
-from edgexpert.packing.reading import sha256
+from edgexpert.core.errors import UserError
+from edgexpert.weights.files import sha256
+from edgexpert.weights.manifest import DENSE, EXPERTS, MANIFEST, PART_ALIGNMENT, Manifest, align
+from edgexpert.weights.rounding import PackedMatrix
 
 JOURNAL = "journal.jsonl"
 SAFETENSORS_DTYPES = {

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer, BertModel, PreTrainedModel, PreTrainedTokenizerBase
 
+from edgexpert.core.errors import UserError
 from edgexpert.encoder.alignment import Span, align
 from edgexpert.encoder.quantise import dequantise
-from edgexpert.errors import UserError
 
 BUNDLED = Path(__file__).parent / "minilm-l6-v2"
 WINDOW = 256

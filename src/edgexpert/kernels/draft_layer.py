@@ -9,7 +9,7 @@ from torch import Tensor
 
 from edgexpert.kernels import native
 from edgexpert.kernels.layers import attention_layer
-from edgexpert.kernels.packed import PackedMatrix
+from edgexpert.weights.matrix import PackedMatrix
 
 
 class DraftLayer:

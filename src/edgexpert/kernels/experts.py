@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from edgexpert.core.routing import ChannelSelection, Routing
+from edgexpert.core.shapes import WeightFormat
 from edgexpert.kernels import native
-from edgexpert.kernels.packed import ALIGNMENT, PackedExperts, Pairs
-from edgexpert.plan import ChannelSelection, Routing, WeightFormat
+from edgexpert.kernels.reference import Pairs
+from edgexpert.weights.matrix import ALIGNMENT, PackedExperts
 
 SelectDown = Callable[[Tensor], ChannelSelection | None]
 

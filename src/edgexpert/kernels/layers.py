@@ -14,7 +14,7 @@ from torch import Tensor
 
 from edgexpert.kernels import native
 from edgexpert.kernels.native import address_of
-from edgexpert.kernels.packed import PackedExperts, PackedMatrix
+from edgexpert.weights.matrix import PackedExperts, PackedMatrix
 
 
 def attention_layer(

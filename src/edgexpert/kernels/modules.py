@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.kernels import dense, native
-from edgexpert.kernels.packed import PackedMatrix
+from edgexpert.weights.matrix import PackedMatrix
 
 ATTENTION = "edgexpert"
 

@@ -1,6 +1,6 @@
 """The compiled kernels, and PyTorch where there are none.
 
-Each function has the signature, the result and the shapes of its namesake in `edgexpert.kernels.packed`. All instruction sets
+Each function has the signature, the result and the shapes of its namesake in `edgexpert.kernels.reference`. All instruction sets
 give the same bits; a token's result is the same whatever other tokens share the call and however many threads run. Against
 PyTorch, 4- and 8-bit products are equal bit for bit; activation functions (and 16-bit products) differ in the last places.
 
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from edgexpert.errors import UserError
-from edgexpert.kernels import packed
-from edgexpert.kernels.packed import PackedExperts, PackedMatrix, Pairs, TiledMatrix
-from edgexpert.plan import Routing
+from edgexpert.core.errors import UserError
+from edgexpert.core.routing import Routing
+from edgexpert.kernels import reference
+from edgexpert.kernels.reference import Pairs
+from edgexpert.weights.matrix import ALIGNMENT, PackedExperts, PackedMatrix, TiledMatrix
 
 try:
     from edgexpert.kernels import _native  # type: ignore[attr-defined]
@@ -79,7 +80,7 @@ def _bind(matrix: PackedMatrix) -> Any:
         _check(matrix.values, kinds[matrix.bits], (matrix.channels, matrix.values.shape[-1]))
         count = len(matrix.values) if isinstance(matrix, PackedExperts) else 1
         tiles = len(matrix.values) if isinstance(matrix, TiledMatrix) else 1
-        if padded % packed.ALIGNMENT or padded * tiles < matrix.outputs or matrix.channels % 4:
+        if padded % ALIGNMENT or padded * tiles < matrix.outputs or matrix.channels % 4:
             raise ValueError(f"{matrix.outputs} outputs in rows of {padded}, {matrix.channels} channels")
         addresses, strides = [matrix.values.data_ptr()], [matrix.values.stride(0) * matrix.values.element_size()]
         for tensor, kind in ((matrix.scales, torch.float16), (matrix.zeros, torch.uint8)):
@@ -186,9 +187,9 @@ def salient_channels(
 
 
 def linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
-    """`packed.linear`."""
+    """`reference.linear`."""
     if path() == "torch":
-        return packed.linear(x, matrix, bias)
+        return reference.linear(x, matrix, bias)
     x = _float(x, matrix.channels)
     out = x.new_empty(len(x), matrix.outputs)
     _native.linear(_bind(matrix), x.data_ptr(), len(x), address_of(bias, torch.float32, matrix.outputs), out.data_ptr())
@@ -205,9 +206,9 @@ def gate_up(
     activation: str = "silu",
     gated: bool = True,
 ) -> Tensor:
-    """`packed.gate_up`."""
+    """`reference.gate_up`."""
     if path() == "torch":
-        return packed.gate_up(x, experts, pairs, loaded, compute, bias, activation, gated)
+        return reference.gate_up(x, experts, pairs, loaded, compute, bias, activation, gated)
     x = _float(x, experts.channels)
     out = x.new_empty(len(pairs.tokens), experts.outputs // 2 if gated else experts.outputs)
     selection = _selection(experts, pairs, loaded, compute, bias)
@@ -227,9 +228,9 @@ def down(
     compute: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """`packed.down`."""
+    """`reference.down`."""
     if path() == "torch":
-        return packed.down(activations, experts, pairs, weights, tokens, loaded, compute, bias)
+        return reference.down(activations, experts, pairs, weights, tokens, loaded, compute, bias)
     x = _float(activations, experts.channels)
     if len(x) != len(pairs.tokens):
         raise ValueError(f"expected a row for each of {len(pairs.tokens)} pairs, not {len(x)}")
@@ -255,8 +256,8 @@ def run_experts(
 ) -> Tensor:
     """`gate_up` (with its selection) and `down` (on all channels) in one call: x [T, H] -> [T, H]."""
     if path() == "torch":
-        inner = packed.gate_up(x, gate_up_experts, pairs, loaded, compute, gate_up_bias, activation, gated)
-        return packed.down(inner, down_experts, pairs, weights, len(x), bias=down_bias)
+        inner = reference.gate_up(x, gate_up_experts, pairs, loaded, compute, gate_up_bias, activation, gated)
+        return reference.down(inner, down_experts, pairs, weights, len(x), bias=down_bias)
     x = _float(x, gate_up_experts.channels)
     width, count = gate_up_experts.outputs // (2 if gated else 1), len(gate_up_experts.values)
     if width != down_experts.channels or count != len(down_experts.values):

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.model.host import HostedModel
 from edgexpert.model.running import Pass
 from edgexpert.policy import Hyperparameters, Policy
-from edgexpert.stage import Stage, TokenTree
 
 Weigh = Callable[[Sequence[int]], Tensor]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.stage import Stage
 from edgexpert.kernels.modules import ATTENTION
-from edgexpert.stage import Stage
 
 
 def stage_mask(stage: Stage, model: PreTrainedModel, device: torch.device) -> Tensor | dict[str, Tensor] | None:

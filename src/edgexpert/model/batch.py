@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from edgexpert.plan import ChannelSelection, Routing, Scores
+from edgexpert.core.routing import ChannelSelection, Routing, Scores
+from edgexpert.core.stage import Stage
 from edgexpert.policy import Policy
-from edgexpert.stage import Stage
 
 
 def route(policy: Policy, exact: Routing, scores: Scores, stages: Sequence[Stage]) -> Routing:

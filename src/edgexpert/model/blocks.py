@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from edgexpert.core.shapes import ExpertShape, WeightFormat
+from edgexpert.core.traffic import Part
 from edgexpert.kernels.experts import ExpertWeights, PackedExpertWeights
 from edgexpert.kernels.modules import weights_of
-from edgexpert.ledger import Part
 from edgexpert.model.router import RouterForm, detect_form
-from edgexpert.plan import ExpertShape, WeightFormat
 
 
 @dataclass(eq=False)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.int8 import dequantise_rows, quantise_rows
 
 WEIGHTS = "model.int8.safetensors"

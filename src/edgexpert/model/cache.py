@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from edgexpert.packing.memory import huge_pages
+from edgexpert.weights.memory import huge_pages
 
 
 class TreeLayer(CacheLayerMixin):

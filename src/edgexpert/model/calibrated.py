@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.policy import Hyperparameters
 
 FILE = "edgexpert.json"

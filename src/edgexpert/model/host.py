@@ -18,10 +18,13 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.routing import ChannelSelection, Routing
+from edgexpert.core.stage import Stage
+from edgexpert.core.traffic import Ledger, Phase
 from edgexpert.kernels.experts import down_inputs, run_experts
 from edgexpert.kernels.layers import StageRule
-from edgexpert.ledger import Ledger, Phase
 from edgexpert.model.attention import stage_mask, watch_received_attention
 from edgexpert.model.batch import route, select_channels
 from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes, find_blocks
@@ -30,9 +33,7 @@ from edgexpert.model.native_model import NativeModel, native_model
 from edgexpert.model.recorder import LayerRecord, Recorder
 from edgexpert.model.running import Pass, StageOutput
 from edgexpert.model.storage import ExpertStatistics, store_experts
-from edgexpert.plan import ChannelSelection, LayerPlan, Routing
 from edgexpert.policy import Hyperparameters, Policy
-from edgexpert.stage import Stage
 
 EXPERTS_IMPLEMENTATION = "edgexpert"
 

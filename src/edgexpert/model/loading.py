@@ -13,13 +13,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.resources import bundled_folder
 from edgexpert.kernels import native
 from edgexpert.model.bundled import is_packed, load_packed
 from edgexpert.model.packed import load_pack
-from edgexpert.packing.format import read_manifest
-from edgexpert.packing.reading import is_pack
-from edgexpert.resources import bundled_folder
+from edgexpert.weights.files import is_pack
+from edgexpert.weights.manifest import read_manifest
 
 BUNDLED = ("stories",)
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from edgexpert.core.stage import Stage
 from edgexpert.kernels import layers
 from edgexpert.kernels.layers import Decisions, StageRule
 from edgexpert.model.blocks import decoder_layers
 from edgexpert.model.cache import TreeCache
 from edgexpert.model.native_layer import NativeLayer
 from edgexpert.model.running import StageChoices
-from edgexpert.stage import Stage
 
 
 class NativeModel:

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.kernels.experts import PackedExpertWeights
 from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RouterWeight, RowNorm
-from edgexpert.kernels.packed import ACTIVATIONS, PackedMatrix
+from edgexpert.kernels.reference import ACTIVATIONS
 from edgexpert.model.blocks import MoeBlock, find_blocks
 from edgexpert.model.native_layer import use_native_layers
-from edgexpert.packing.format import LayerLayout
-from edgexpert.packing.memory import placed
-from edgexpert.packing.reading import Pack
+from edgexpert.weights.files import Pack
+from edgexpert.weights.manifest import LayerLayout
+from edgexpert.weights.matrix import PackedMatrix
+from edgexpert.weights.memory import placed
 
 
 def load_pack(folder: Path) -> PreTrainedModel:

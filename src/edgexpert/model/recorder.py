@@ -8,8 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from edgexpert.plan import LayerPlan, Routing, Scores
-from edgexpert.stage import Stage
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.routing import Routing, Scores
+from edgexpert.core.stage import Stage
 
 
 @dataclass(frozen=True, eq=False)

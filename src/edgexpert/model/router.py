@@ -12,7 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
-from edgexpert.plan import Scores
+from edgexpert.core.routing import Scores
 
 
 @dataclass(frozen=True)

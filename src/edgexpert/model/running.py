@@ -9,9 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.routing import ChannelSelection, Routing, Scores
+from edgexpert.core.shapes import ExpertShape
+from edgexpert.core.stage import Stage
 from edgexpert.kernels.layers import Decisions
-from edgexpert.plan import ChannelSelection, ExpertShape, LayerPlan, Routing, Scores
-from edgexpert.stage import Stage
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from edgexpert.core.shapes import Storage
+from edgexpert.core.stage import Stage
+from edgexpert.core.traffic import Ledger
 from edgexpert.kernels.experts import ExpertWeights
-from edgexpert.ledger import Ledger
 from edgexpert.model.blocks import MoeBlock
 from edgexpert.model.recorder import LayerRecord
-from edgexpert.plan import Storage
 from edgexpert.policy import Policy
-from edgexpert.policy.rivals import HIGH_BITS, LOW_BITS, ExpertUse, fake_quantised, kept_weights
-from edgexpert.stage import Stage
+from edgexpert.policy.baselines import HIGH_BITS, LOW_BITS, ExpertUse, fake_quantised, kept_weights
 
 if TYPE_CHECKING:
     from edgexpert.model.host import HostedModel
@@ -42,9 +42,9 @@ class ExpertStatistics:
     down_norm: list[Tensor]
 
 
-def sample_text() -> list[str]:
+def calibration_text() -> list[str]:
     """Short texts for measuring how experts are used."""
-    return files("edgexpert.model").joinpath("sample.txt").read_text(encoding="utf-8").strip().split("\n\n")
+    return files("edgexpert.model").joinpath("calibration.txt").read_text(encoding="utf-8").strip().split("\n\n")
 
 
 def measure_experts(host: HostedModel, texts: Sequence[Sequence[int]]) -> ExpertStatistics:

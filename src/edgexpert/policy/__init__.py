@@ -2,6 +2,6 @@
 
 from edgexpert.policy.hyperparameters import Hyperparameters
 from edgexpert.policy.policy import Policy
-from edgexpert.policy.presets import PRESETS, RIVALS, policy_named
+from edgexpert.policy.presets import BASELINES, PRESETS, policy_named
 
-__all__ = ["PRESETS", "RIVALS", "Hyperparameters", "Policy", "policy_named"]
+__all__ = ["BASELINES", "PRESETS", "Hyperparameters", "Policy", "policy_named"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, floor
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 
 @dataclass(frozen=True)

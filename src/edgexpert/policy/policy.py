@@ -8,16 +8,17 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.routing import ChannelSelection, Routing, Scores
+from edgexpert.core.shapes import Storage
+from edgexpert.core.stage import Stage
 from edgexpert.kernels.layers import StageRule
-from edgexpert.plan import ChannelSelection, Routing, Scores, Storage
+from edgexpert.policy.baselines import BITMAP_BITS, HIGH_BITS, LOW_BITS, ExpertUse, low_bit_experts
 from edgexpert.policy.coalescing import salient_channels
 from edgexpert.policy.hyperparameters import Hyperparameters, choose_hyperparameters
 from edgexpert.policy.importance import Normalisation, importance_weights, token_tiers
 from edgexpert.policy.pruning import expected_candidates, needed_channels, prune_experts, union_by_expert
 from edgexpert.policy.reuse import reuse_experts
-from edgexpert.policy.rivals import BITMAP_BITS, HIGH_BITS, LOW_BITS, ExpertUse, low_bit_experts
-from edgexpert.stage import Stage
 
 TokenWeight = Literal["routing", "path", "attention"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.policy.policy import Policy
 
 _PRUNED = Policy("pruned", coarse_pruning=True, fine_pruning=True)
@@ -18,7 +18,7 @@ PRESETS: dict[str, Policy] = {
 """exact, pruned (the paper's Baseline, after SMoLPU), reuse (EdgeXpert_PR), coalesced (EdgeXpert_DC) and edgexpert
 (EdgeXpert_ALL)."""
 
-RIVALS: dict[str, Policy] = {
+BASELINES: dict[str, Policy] = {
     policy.name: policy
     for policy in (Policy("moe-pruner", weight_sparsity=0.5), Policy("edgemoe", low_bit_saving=0.35))
 }
@@ -28,7 +28,7 @@ bytes are 31 % of all where 4-bit weights have a scale of 16 bits for each 32.""
 
 def policy_named(name: str) -> Policy:
     """Raises UserError listing the policies there are."""
-    known = PRESETS | RIVALS
+    known = PRESETS | BASELINES
     if name not in known:
         raise UserError(f"there is no policy {name!r}; choose one of {', '.join(known)}")
     return known[name]

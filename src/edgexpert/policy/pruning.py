@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edgexpert.core.routing import Routing, Scores
+from edgexpert.core.stage import TokenTree
 from edgexpert.kernels import native
-from edgexpert.plan import Routing, Scores
-from edgexpert.stage import TokenTree
 
 
 def expected_candidates(tree: TokenTree, keep_mass: float) -> Tensor:

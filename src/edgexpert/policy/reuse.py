@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from edgexpert.plan import Routing, Scores
+from edgexpert.core.routing import Routing, Scores
 from edgexpert.policy.importance import Tier
 
 

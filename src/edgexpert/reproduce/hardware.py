@@ -7,11 +7,11 @@ from math import prod
 
 import numpy as np
 
+from edgexpert.core.resources import MODELS
 from edgexpert.policy.hyperparameters import TABLE_III
 from edgexpert.reproduce.claims import Answer, paper
 from edgexpert.reproduce.figure import Figure, bars, column
 from edgexpert.reproduce.workbench import Workbench
-from edgexpert.resources import MODELS
 from edgexpert.simulator.device import load_device
 from edgexpert.simulator.dram import seconds
 from edgexpert.simulator.shapes import model_named, parameters

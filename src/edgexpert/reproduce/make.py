@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.reproduce import report
 from edgexpert.reproduce.figure import Figure
 

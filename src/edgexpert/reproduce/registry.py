@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.reproduce import frameworks, hardware, motivation, results, units
 from edgexpert.reproduce.claims import claims
 from edgexpert.reproduce.figure import Figure, bars, column

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from edgexpert.plan import LayerPlan
+from edgexpert.core.plan import LayerPlan
 from edgexpert.policy import Policy, policy_named
 from edgexpert.policy.hyperparameters import TABLE_III
 from edgexpert.reproduce.claims import Answer, paper

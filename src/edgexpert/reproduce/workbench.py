@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from edgexpert.cases import one_by_one
+from edgexpert.core.resources import MODELS, bundled_folder
 from edgexpert.policy import Policy
 from edgexpert.reproduce.designs import Design, Measured, all_designs
-from edgexpert.resources import MODELS, bundled_folder
 from edgexpert.simulator.run import RunResult, simulate_stage
 from edgexpert.simulator.shapes import model_named
 from edgexpert.simulator.workload import PlannedStage
+from edgexpert.trace.cases import one_by_one
 from edgexpert.trace.read import RecordedStage, Trace
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.simulator import dram
 from edgexpert.simulator.device import Device
 from edgexpert.simulator.shapes import Matrix, parameters

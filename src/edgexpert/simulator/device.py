@@ -13,8 +13,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from edgexpert.errors import UserError
-from edgexpert.plan import WeightFormat
+from edgexpert.core.errors import UserError
+from edgexpert.core.shapes import WeightFormat
 
 Unit = Literal["threshold", "sorting", "none"]
 Tree = Literal["reconfigurable", "fixed", "none"]

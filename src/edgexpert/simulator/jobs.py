@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.simulator.costs import Columns, Costs
 from edgexpert.simulator.device import Device
 from edgexpert.simulator.shapes import AttentionShape, Matrix, ModelShape, encoder_matrices

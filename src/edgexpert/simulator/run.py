@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.simulator.device import Device
 from edgexpert.simulator.energy import Energy, energy, grouped, total
 from edgexpert.simulator.jobs import PARTS

@@ -12,8 +12,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgexpert.errors import UserError
-from edgexpert.resources import MODELS, PACKAGE, PUBLISHED, bundled_folder
+from edgexpert.core.errors import UserError
+from edgexpert.core.resources import MODELS, PACKAGE, PUBLISHED, bundled_folder
 
 
 class Matrix(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.simulator.device import Device
 from edgexpert.simulator.energy import grouped
 from edgexpert.simulator.run import RunResult, simulate

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from edgexpert.errors import UserError
-from edgexpert.plan import ChannelSelection, LayerPlan, Routing
+from edgexpert.core.errors import UserError
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.routing import ChannelSelection, Routing
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.simulator.shapes import ModelShape
-from edgexpert.stage import Stage, TokenTree
 
 Counts = NDArray[np.int64]
 

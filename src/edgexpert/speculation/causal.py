@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.stage import TokenTree
 from edgexpert.kernels.dense import top_log_probs
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.tree import Level, build_tree
-from edgexpert.stage import TokenTree
 
 
 def load_causal_draft(name: str | Path, tokenizer: PreTrainedTokenizerBase, vocab_size: int, dtype: torch.dtype,

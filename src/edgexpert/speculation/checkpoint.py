@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.speculation.eagle3_config import check_target, official_config, parse_config, speculators_config
 

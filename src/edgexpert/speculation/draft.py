@@ -7,8 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from edgexpert.errors import UserError
-from edgexpert.stage import TokenTree
+from edgexpert.core.errors import UserError
+from edgexpert.core.stage import TokenTree
 
 TREE_LIMITS = {"size": (0, 1024), "depth": (1, 64), "top_k": (1, 256)}
 """Smallest and largest allowed value of each field of `TreeShape`; a larger tree would cost more than it could bring."""

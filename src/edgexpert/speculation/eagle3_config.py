@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.eagle3 import Eagle3Config
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from edgexpert.core.stage import TokenTree
 from edgexpert.kernels.dense import top_log_probs
 from edgexpert.kernels.modules import weights_of
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.speculation.eagle3_step import DraftCache, NativeStep, step_of
 from edgexpert.speculation.tree import Level, build_tree
-from edgexpert.stage import TokenTree
 
 
 class Eagle3Draft:

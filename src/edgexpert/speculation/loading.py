@@ -10,11 +10,8 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.kernels.modules import FloatEmbedding, PackedLinear, RowNorm
-from edgexpert.kernels.packed import PackedMatrix
-from edgexpert.packing.matrix import quantise
-from edgexpert.packing.memory import placed
 from edgexpert.speculation.causal import load_causal_draft
 from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.draft import Draft
@@ -22,6 +19,9 @@ from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.speculation.eagle3_draft import Eagle3Draft
 from edgexpert.speculation.medusa import MedusaDraft, load_medusa
 from edgexpert.speculation.ngram import NgramDraft
+from edgexpert.weights.matrix import PackedMatrix
+from edgexpert.weights.memory import placed
+from edgexpert.weights.rounding import quantise
 
 BESIDE_MODEL = "draft"  # sub-folder of a model in which ``auto`` looks for an EAGLE-3 draft
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.stage import TokenTree
 from edgexpert.kernels.dense import top_log_probs
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.tree import Level, build_tree
-from edgexpert.stage import TokenTree
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections import Counter, defaultdict
 import torch
 from torch import Tensor
 
+from edgexpert.core.stage import TokenTree
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.tree import Level, build_tree
-from edgexpert.stage import TokenTree
 
 LONGEST_MATCH = 4
 

@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 
 @dataclass(frozen=True)

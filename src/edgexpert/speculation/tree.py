@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from edgexpert.core.stage import TokenTree
 from edgexpert.speculation.draft import TreeShape
-from edgexpert.stage import TokenTree
 
 
 class Level(NamedTuple):

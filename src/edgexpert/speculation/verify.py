@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from edgexpert.core.stage import TokenTree
 from edgexpert.speculation.sampling import Sampler
-from edgexpert.stage import TokenTree
 
 
 def accept(tree: TokenTree, logits: Tensor, sampler: Sampler, context: Sequence[int]) -> tuple[list[int], int]:

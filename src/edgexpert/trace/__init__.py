@@ -1,6 +1,6 @@
 """Recorded and synthetic runs as Parquet files, and their replay under any policy; needs the extra ``trace``."""
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 try:
     import pyarrow  # noqa: F401

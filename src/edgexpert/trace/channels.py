@@ -12,7 +12,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from edgexpert.plan import Routing
+from edgexpert.core.routing import Routing
 from edgexpert.trace.schema import Facts
 
 SPREAD = 1.2  # standard deviation of the logarithm: half of the channels hold 90 % of the sum

@@ -16,12 +16,14 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from edgexpert.errors import UserError
-from edgexpert.plan import ExpertShape, LayerPlan, Routing, Scores, Storage, WeightFormat
+from edgexpert.core.errors import UserError
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.routing import Routing, Scores
+from edgexpert.core.shapes import ExpertShape, Storage, WeightFormat
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.policy import Hyperparameters, Policy
-from edgexpert.policy.rivals import ExpertUse
+from edgexpert.policy.baselines import ExpertUse
 from edgexpert.simulator.workload import PlannedStage
-from edgexpert.stage import Stage, TokenTree
 from edgexpert.trace.channels import SyntheticChannels
 from edgexpert.trace.schema import SCHEMA, Facts
 from edgexpert.trace.write import Row

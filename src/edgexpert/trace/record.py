@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
-from edgexpert.engine import Engine
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.stage import Stage
 from edgexpert.model.recorder import LayerRecord
+from edgexpert.runtime.engine import Engine
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.sampling import SamplingParams
-from edgexpert.stage import Stage
 from edgexpert.trace.schema import Channels, Facts
 from edgexpert.trace.write import Row, TraceWriter, floats, ints, layer_row, stage_row
 

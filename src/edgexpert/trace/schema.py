@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 VERSION = 1
 KEY = b"edgexpert.trace"

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from edgexpert.errors import UserError
-from edgexpert.plan import Routing, Scores
+from edgexpert.core.errors import UserError
+from edgexpert.core.routing import Routing, Scores
+from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.policy import Policy
 from edgexpert.simulator.shapes import model_named
-from edgexpert.stage import Stage, TokenTree
 from edgexpert.trace.channels import generator
 from edgexpert.trace.schema import Facts
 from edgexpert.trace.trees import TREE, draw_tree, fit_sharpness, walk

@@ -12,10 +12,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
+from edgexpert.core.stage import TokenTree
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.tree import Level, build_tree
-from edgexpert.stage import TokenTree
 from edgexpert.trace.channels import generator
 
 TREE = TreeShape(size=64, depth=6, top_k=10)

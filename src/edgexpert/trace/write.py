@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from edgexpert.errors import UserError
-from edgexpert.plan import Routing, Scores
-from edgexpert.stage import Stage
+from edgexpert.core.errors import UserError
+from edgexpert.core.routing import Routing, Scores
+from edgexpert.core.stage import Stage
 from edgexpert.trace.schema import SCHEMA, Facts
 
 ROW_GROUP_BYTES = 32 << 20

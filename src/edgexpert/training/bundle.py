@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from edgexpert.core.resources import bundled_folder
 from edgexpert.model.bundled import save_packed
-from edgexpert.resources import bundled_folder
 from edgexpert.speculation.loading import BESIDE_MODEL
 from edgexpert.training.corpus import documents, is_held_out
 

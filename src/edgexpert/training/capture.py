@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.eagle3_config import default_fused_layers
 from edgexpert.training.examples import Example, Source
 

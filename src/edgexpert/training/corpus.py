@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_ONE_IN = 50

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.checkpoint import load_eagle3, save_eagle3
 from edgexpert.speculation.eagle3 import Eagle3Config, Eagle3Model
 from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits

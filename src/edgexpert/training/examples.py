@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)

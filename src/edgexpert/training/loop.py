@@ -14,7 +14,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.training.capture import Batch, Captured
 from edgexpert.training.model import fast_bfloat16, keep_freed_memory, warm_cosine
 from edgexpert.training.unroll import Depth

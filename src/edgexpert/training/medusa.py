@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.medusa import MedusaConfig, MedusaHead, MedusaModel, save_medusa
 from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits
 from edgexpert.training.loop import DraftRecipe, fit

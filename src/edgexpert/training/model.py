@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.model.loading import load_model
 from edgexpert.training import corpus as corpora
 from edgexpert.training.experts import SORTED

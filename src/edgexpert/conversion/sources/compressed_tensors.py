@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig
 from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from edgexpert.conversion.sources.huggingface import HuggingFaceSource
-from edgexpert.errors import UserError
-from edgexpert.packing.format import Linear, MatrixLayout
-from edgexpert.packing.matrix import SYMMETRIC_ZERO, PackedMatrix, pack_codes
+from edgexpert.core.errors import UserError
+from edgexpert.weights.manifest import Linear, MatrixLayout
+from edgexpert.weights.rounding import SYMMETRIC_ZERO, PackedMatrix, pack_codes
 
 FORMAT = "pack-quantized"
 PACKED, WEIGHT = ".weight_packed", ".weight"

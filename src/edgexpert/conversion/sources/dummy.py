@@ -20,10 +20,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from edgexpert.conversion.dummy_draft import write_dummy_draft
 from edgexpert.conversion.sources.source import Source, meta_model
-from edgexpert.errors import UserError
-from edgexpert.packing.format import Linear, MatrixLayout
-from edgexpert.packing.matrix import PackedMatrix, padded
-from edgexpert.resources import MODELS, PUBLISHED, bundled_folder
+from edgexpert.core.errors import UserError
+from edgexpert.core.resources import MODELS, PUBLISHED, bundled_folder
+from edgexpert.weights.manifest import Linear, MatrixLayout
+from edgexpert.weights.rounding import PackedMatrix, padded
 
 STD = 0.02
 """Of all weights but embeddings; the usual `initializer_range`."""

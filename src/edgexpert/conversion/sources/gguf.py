@@ -14,10 +14,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from edgexpert.conversion.sources.gguf_config import architecture_of, config_from_metadata, gguf_name
 from edgexpert.conversion.sources.source import Source, file_fingerprint, meta_model
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.model.blocks import find_blocks
-from edgexpert.packing.format import Linear, MatrixLayout
-from edgexpert.packing.matrix import PackedMatrix, pack_codes
+from edgexpert.weights.manifest import Linear, MatrixLayout
+from edgexpert.weights.rounding import PackedMatrix, pack_codes
 
 BLOCK = 32
 READY = {4: "Q4_0", 8: "Q8_0"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 
 Metadata = Mapping[str, Any]
 

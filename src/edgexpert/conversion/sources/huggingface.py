@@ -23,7 +23,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from edgexpert.conversion.sources.source import Source, file_fingerprint, meta_model
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.speculation.loading import BESIDE_MODEL
 
 INDEX = "model.safetensors.index.json"

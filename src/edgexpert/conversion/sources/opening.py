@@ -12,10 +12,10 @@ from edgexpert.conversion.sources.compressed_tensors import CompressedTensorsSou
 from edgexpert.conversion.sources.gguf import GgufSource
 from edgexpert.conversion.sources.huggingface import HuggingFaceSource, download
 from edgexpert.conversion.sources.source import Source
-from edgexpert.errors import UserError
+from edgexpert.core.errors import UserError
 from edgexpert.model.bundled import is_packed
 from edgexpert.model.loading import resolve
-from edgexpert.packing.reading import is_pack
+from edgexpert.weights.files import is_pack
 
 
 def open_source(name: str) -> Source:

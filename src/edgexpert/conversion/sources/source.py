@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from edgexpert.errors import UserError
-from edgexpert.packing.format import Linear, MatrixLayout
-from edgexpert.packing.matrix import PackedMatrix
+from edgexpert.core.errors import UserError
+from edgexpert.weights.manifest import Linear, MatrixLayout
+from edgexpert.weights.rounding import PackedMatrix
 
 
 class Source(ABC):

@@ -1,0 +1,93 @@
+"""The Python entry points: `load` a model with a draft and a policy, or `attach` a policy to a model at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from edgexpert.core.errors import UserError
+from edgexpert.encoder.encoder import ImportanceEncoder
+from edgexpert.model.attach import attach_policy
+from edgexpert.model.calibrated import read_calibrated
+from edgexpert.model.host import HostedModel
+from edgexpert.model.loading import load_model
+from edgexpert.policy import Policy, policy_named
+from edgexpert.runtime.engine import Engine
+from edgexpert.runtime.tokens import text_and_offsets
+from edgexpert.speculation.loading import load_draft
+
+
+def load(
+    model: str = "stories",
+    *,
+    draft: str = "auto",
+    policy: str | Policy = "exact",
+    dtype: str = "float32",
+    device: str = "cpu",
+    encoder: str | None = None,
+    **overrides: Any,
+) -> Engine:
+    """An engine that answers prompts.
+
+    On a packed checkpoint the native kernels compute, and PyTorch is set to one thread, since its threads would disturb theirs.
+
+    Args:
+        model: a bundled name, a folder or a Hub name of an MoE causal language model.
+        draft: ``auto``, ``none``, ``ngram``, or the folder or Hub name of an EAGLE-3 draft or of a smaller causal model.
+        policy: a policy's name, or the policy itself.
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's own).
+        encoder: folder or Hub name of a BERT-like encoder for prompt-wise reuse; the bundled MiniLM by default.
+        overrides: fields of `Policy`, such as ``fine_pruning=False`` or ``selection_ratio=0.5``.
+
+    Raises:
+        UserError: something cannot be had or does not fit; its text says what to do.
+    """
+    chosen = _policy(policy, overrides)
+    loaded = load_model(model, dtype=dtype, device=device)
+    host = HostedModel(loaded.model, calibrated=read_calibrated(loaded.folder))
+    drafting, notes = load_draft(draft, loaded.model, loaded.tokenizer, loaded.folder)
+    weigher = ImportanceEncoder.from_pretrained(encoder) if encoder else None
+    engine = Engine(host, loaded.tokenizer, name=model, draft=drafting, encoder=weigher, notes=[*loaded.notes, *notes])
+    engine.set_policy(chosen)
+    return engine
+
+
+def attach(
+    model: PreTrainedModel,
+    policy: str | Policy,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    encoder: ImportanceEncoder | None = None,
+    **overrides: Any,
+) -> HostedModel:
+    """Puts a policy onto a transformers model, so that `model.generate` and evaluation harnesses run through it.
+
+    Args:
+        tokenizer: the model's; loaded from the model's own folder or Hub name when left out. Prompt-wise reuse needs it.
+
+    Returns the host: its ``ledger`` counts the traffic, its ``detach()`` undoes everything.
+    """
+    chosen = _policy(policy, overrides)
+    if chosen.prompt_wise_expert_reuse:
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.config.name_or_path)
+        encoder = encoder or ImportanceEncoder.bundled()
+
+    def weigh(ids: Sequence[int]) -> Tensor:
+        assert tokenizer is not None and encoder is not None
+        return chosen.weigh_prompt(encoder.weigh(*text_and_offsets(tokenizer, ids)))
+
+    folder = Path(model.config.name_or_path)
+    return attach_policy(model, chosen, weigh, read_calibrated(folder if folder.is_dir() else None))
+
+
+def _policy(policy: str | Policy, overrides: dict[str, Any]) -> Policy:
+    chosen = policy_named(policy) if isinstance(policy, str) else policy
+    unknown = sorted(overrides.keys() - {field.name for field in fields(Policy)})
+    if unknown:
+        raise UserError(f"a policy has no setting {unknown[0]!r}; it has {', '.join(f.name for f in fields(Policy))}")
+    return replace(chosen, **overrides)

@@ -1,0 +1,144 @@
+"""What a run gives back: text, statistics and traffic, as one object that prints and serialises."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from edgexpert.core.traffic import Ledger, Part
+
+
+@dataclass
+class Timing:
+    """Seconds. ``tpot_s`` is the mean over the tokens after the first; None when there is only one."""
+
+    ttft_s: float = 0.0
+    total_s: float = 0.0
+    tpot_s: float | None = None
+
+
+@dataclass
+class Speculation:
+    """What drafting brought.
+
+    Attributes:
+        stages: verify stages.
+        drafted: candidates that went through the target.
+        emitted: tokens that verify stages gave, each stage's own token included.
+        accepted_per_depth: for each depth from 1, how many stages accepted a candidate there.
+    """
+
+    stages: int = 0
+    drafted: int = 0
+    emitted: int = 0
+    accepted_per_depth: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens per verify stage, the target's own included."""
+        return self.emitted / self.stages if self.stages else None
+
+    def record(self, drafted: int, accepted: int, emitted: int) -> None:
+        self.stages += 1
+        self.drafted += drafted
+        self.emitted += emitted
+        self.accepted_per_depth += [0] * (accepted - len(self.accepted_per_depth))
+        for depth in range(accepted):
+            self.accepted_per_depth[depth] += 1
+
+
+@dataclass
+class Generation:
+    """The result of one generation, complete or interrupted.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        prompt_tokens_cached: how many of them were in the cache, since the text before began with them too.
+        token_ids: new tokens, an end-of-sequence token included if one was emitted.
+        finish: why it ended: ``length``, ``eos``, ``stop`` or ``interrupted``.
+        expert_bytes_plain: expert bytes that plain exact decoding loads for every token of this model.
+        expert_bytes_exact_prefill: expert bytes that the router alone would have loaded in prefill, for the same states.
+        experts_per_layer_per_stage: mean number of experts that an MoE layer loaded in a verify stage.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    prompt_tokens_cached: int
+    finish: str
+    model: str
+    draft: str
+    policy: dict[str, Any]
+    timing: Timing
+    speculation: Speculation
+    traffic: Ledger
+    expert_bytes_plain: float
+    expert_bytes_exact_prefill: float
+    experts_per_layer_per_stage: float | None
+    approximations: list[str]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def new_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def expert_bytes_per_token(self) -> float | None:
+        """Expert bytes of the decode stages for each token that they emitted."""
+        return self.traffic.decode["experts"] / self.speculation.emitted if self.speculation.emitted else None
+
+    @property
+    def prefill_expert_bytes_per_token(self) -> float:
+        """Expert bytes of prefill for each new token."""
+        return self.traffic.prefill["experts"] / max(1, self.new_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        traffic: dict[str, dict[Part, int]] = self.traffic.to_json()
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_cached": self.prompt_tokens_cached,
+            "finish": self.finish,
+            "policy": self.policy,
+            "model": self.model,
+            "draft": self.draft,
+            "timing": vars(self.timing),
+            "speculation": {
+                "stages": self.speculation.stages,
+                "acceptance_length": self.speculation.acceptance_length,
+                "accepted_per_depth": self.speculation.accepted_per_depth,
+                "drafted": self.speculation.drafted,
+            },
+            "traffic": traffic,
+            "expert_bytes_per_token": self.expert_bytes_per_token,
+            "expert_bytes_per_token_plain": self.expert_bytes_plain,
+            "expert_bytes_exact_prefill": self.expert_bytes_exact_prefill,
+            "experts_per_layer_per_stage": self.experts_per_layer_per_stage,
+            "approximations": self.approximations,
+            "notes": self.notes,
+        }
+
+
+@dataclass
+class Score:
+    """Forced decoding of a known continuation: what a policy costs where it acts.
+
+    Attributes:
+        log_probs: natural-log probability of each continuation token.
+    """
+
+    log_probs: list[float]
+    speculation: Speculation
+    traffic: Ledger
+    policy: dict[str, Any]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-sum(self.log_probs) / len(self.log_probs))
+
+    @property
+    def expert_bytes_per_token(self) -> float:
+        return self.traffic.decode["experts"] / len(self.log_probs)

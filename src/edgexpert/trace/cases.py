@@ -1,0 +1,109 @@
+"""What a simulation runs: a trace or a synthetic workload under a policy, on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from edgexpert.core.errors import UserError
+from edgexpert.core.plan import LayerPlan
+from edgexpert.core.routing import Routing
+from edgexpert.core.stage import Stage, TokenTree
+from edgexpert.policy import Policy, policy_named
+from edgexpert.simulator.device import Device
+from edgexpert.simulator.shapes import ModelShape, model_named
+from edgexpert.simulator.sweep import Case
+from edgexpert.simulator.workload import PlannedStage, dense_decode, dense_prefill
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A synthetic workload in which experts are loaded whole; see `dense_decode` and `dense_prefill`.
+
+    Attributes:
+        prompt: tokens of the prompt, which loads every expert that it can.
+        experts: distinct experts of a layer in a verify stage with candidates; without them it is the model's top-k.
+    """
+
+    prompt: int = 64
+    prefix: int = 512
+    stages: int = 10
+    candidates: int = 64
+    experts: float | None = None
+    acceptance_length: float = 4.3
+    draft_steps: int = 7
+
+
+def dense_case(model: ModelShape, device: Device, dense: Dense) -> Case:
+    """The dense workload on a device; plain decoding on one that does not draft. No policy acts on it."""
+    return Case("dense", True, "exact", device, model, partial(_dense_stages, model, device.drafts, dense))
+
+
+def _dense_stages(model: ModelShape, drafts: bool, dense: Dense) -> Iterator[PlannedStage]:
+    yield dense_prefill(model, dense.prompt, min(model.experts, dense.prompt * model.top_k))
+    if not drafts:
+        yield from dense_decode(model, stages=dense.stages, prefix=dense.prefix)
+        return
+    yield from dense_decode(
+        model, stages=dense.stages, candidates=dense.candidates, experts=dense.experts or model.experts, prefix=dense.prefix,
+        acceptance_length=dense.acceptance_length, draft_steps=dense.draft_steps)
+
+
+def trace_case(file: Path, device: Device, policy: Policy | str | None = None, model: str | None = None) -> Case:
+    """A trace replayed under a policy (the device's own unless given) on a device.
+
+    A device that does not draft decodes the trace's accepted tokens one by one.
+
+    Args:
+        model: name or folder of the model's configuration; what the trace says unless given.
+
+    Raises:
+        UserError: the trace cannot be read, is of another model, or the policy selects channels for a device without draft.
+    """
+    from edgexpert.trace.read import Trace
+
+    trace = Trace(file)
+    if not isinstance(policy, Policy):
+        policy = policy_named(policy or device.policy)
+    shape = model_named(model or trace.facts.model)
+    facts = trace.facts
+    if (shape.experts, shape.hidden, shape.intermediate) != (facts.num_experts, facts.hidden, facts.intermediate):
+        raise UserError(f"the trace {file} is of another model than {shape.name}; give the traced one with --model")
+    if not device.drafts and policy.fine_pruning:
+        raise UserError(f"the device {device.name} decodes plainly, but policy {policy.name} selects channels for a token tree; "
+                        "choose a device that drafts, or another policy")
+    stages = partial(_replayed, file, policy, plain=not device.drafts)
+    return Case(str(file), trace.synthetic, policy.name, device, shape, stages, reuse=policy.prompt_wise_expert_reuse)
+
+
+def _replayed(file: Path, policy: Policy, plain: bool) -> Iterator[PlannedStage]:
+    from edgexpert.trace.read import Trace
+
+    trace = Trace(file)
+    if not plain:
+        yield from trace.replay(policy)
+        return
+    for recorded, planned in zip(trace.stages(), trace.replay(policy), strict=True):
+        yield from one_by_one(planned, recorded.accepted)
+
+
+def one_by_one(planned: PlannedStage, accepted: list[int]) -> Iterator[PlannedStage]:
+    """Plain decoding of what a verify stage accepted: a stage for each node of the accepted path, the root first.
+
+    A token routes as it did in the tree, where it saw the same tokens before it. Prefill stays as it is.
+    """
+    if planned.stage.tree is None:
+        yield planned
+        return
+    for number, node in enumerate(accepted):
+        tree = TokenTree.of_root(int(planned.stage.tokens[node]))
+        plans = [_of_one_token(plan, node) for plan in planned.plans if isinstance(plan, LayerPlan)]
+        yield PlannedStage(Stage.verify(tree, planned.stage.prefix + number), plans, emitted=1)
+
+
+def _of_one_token(plan: LayerPlan, node: int) -> LayerPlan:
+    routing = plan.routing
+    one = Routing(routing.experts[node : node + 1], routing.weights[node : node + 1], routing.num_experts)
+    return LayerPlan(plan.layer, one, storage=plan.storage)
