@@ -32,6 +32,7 @@ from edgexpert.speculation.loading import load_draft
 from edgexpert.speculation.medusa import MedusaDraft
 from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.speculation.sampling import Sampler, SamplingParams
+from edgexpert.speculation.verify import SamplingVerifier
 from self_draft import GROUP, MoeDraft, stored_bits, weight_bytes
 
 SELF_DRAFT_BITS = (2, 3)
@@ -60,23 +61,21 @@ def make_drafts(engine: Engine, eagle3: str, medusa: str | None, little: str | N
 def measure(engine: Engine, draft: Draft | None, prompt: list[int], new_tokens: int, shape: TreeShape) -> dict[str, Any]:
     """One draft on one prompt. Bytes are as stored here; ``low_bit_draft_bytes`` is the part of the draft's in few bits."""
     engine.draft = draft
-    sampler = Sampler(SamplingParams())
-    run, logits = engine.prefill(prompt, new_tokens + shape.size + 3 * (shape.depth + 1))
-    run.committed.append(int(logits.argmax()))
-    engine.decode_stage(run, shape, sampler)
-    run.speculation, run.ledger = Speculation(), Ledger()
-    engine.host.ledger = run.ledger
-    read, low = getattr(draft, "bytes_read", 0.0), getattr(draft, "low_bit_bytes", 0.0)
+    session, verifier = engine.session(shape), SamplingVerifier(Sampler(SamplingParams()))
+    session.begin(verifier, prompt, new_tokens + 3 * (shape.depth + 1))
+    session.step(verifier)
+    session.speculation, session.ledger = Speculation(), Ledger()
+    low = getattr(draft, "low_bit_bytes", 0.0)
     started = time.perf_counter()
-    while run.speculation.emitted < new_tokens:
-        engine.decode_stage(run, shape, sampler)
+    while session.speculation.emitted < new_tokens:
+        session.step(verifier)
     return {
         "seconds": time.perf_counter() - started,
-        "stages": run.speculation.stages,
-        "emitted": run.speculation.emitted,
-        "accepted_per_depth": run.speculation.accepted_per_depth,
-        "target_bytes": weight_bytes(run.ledger.decode),
-        "draft_bytes": getattr(draft, "bytes_read", 0.0) - read,
+        "stages": session.speculation.stages,
+        "emitted": session.speculation.emitted,
+        "accepted_per_depth": session.speculation.accepted_per_depth,
+        "target_bytes": weight_bytes(session.ledger.decode),
+        "draft_bytes": session.ledger.decode["draft"],
         "low_bit_draft_bytes": getattr(draft, "low_bit_bytes", 0.0) - low,
     }
 

@@ -113,7 +113,7 @@ def main(
     full = replace(PRESETS["edgexpert"], **reuse)
     chosen, cost = descend(engine, full, DECODE_LADDERS, "decode", exact.loss + math.log1p(budget), cut, shape)
     engine.set_policy(chosen)
-    found = asdict(engine.host.policy.hyperparameters)
+    found = asdict(engine.policy.hyperparameters)
     about = (f"{len(cut)} texts of {prompt_tokens} + {new_tokens} tokens, forced decoding: perplexity "
              f"{math.exp(cost.loss - exact.loss) - 1:+.1%}, expert bytes {cost.prefill / exact.prefill - 1:+.1%} in prefill, "
              f"{cost.decode / exact.decode - 1:+.1%} in decoding, of exact ones")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import edgexpert
 from edgexpert.core.errors import UserError
@@ -56,10 +56,8 @@ class MoeDraft(CausalDraft):
         bits: rounds the model's layers to so many bits, and counts them so; None leaves them.
 
     Attributes:
-        low_bit_bytes: the part of ``bytes_read`` that is stored in ``bits`` bits.
+        low_bit_bytes: the part of the bytes read that is stored in ``bits`` bits.
     """
-
-    bytes_read: float
 
     def __init__(self, model: PreTrainedModel, vocab_size: int, bits: int | None = None) -> None:
         super().__init__(model, vocab_size)
@@ -68,14 +66,12 @@ class MoeDraft(CausalDraft):
         self._share = stored_bits(bits) / (8 * model.dtype.itemsize) if bits is not None else 1.0
         if bits is not None:
             round_layers(model, bits)
-        self._host = edgexpert.attach(model, "exact")
+        self._attached = edgexpert.attach(model, "exact")
 
-    def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        before = self.bytes_read
-        self._host.ledger = ledger = Ledger()
-        logits = super()._forward(tokens, positions, mask)
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, float]:
+        self._attached.ledger = ledger = Ledger()
+        logits, _ = super().forward(tokens, positions, mask, cache)
         read = {part: ledger.total(part) for part in PARTS}
         rounded = sum(read[part] for part in self._rounded)
         self.low_bit_bytes += rounded * self._share
-        self.bytes_read = before + rounded * self._share + weight_bytes(read) - rounded
-        return logits
+        return logits, rounded * self._share + weight_bytes(read) - rounded

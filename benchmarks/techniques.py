@@ -46,7 +46,7 @@ def measure(engine: Engine, policy: str, prompt: list[int], truth: list[int], sh
 def resolved(engine: Engine, policy: str) -> dict[str, Any]:
     """A policy with the hyperparameters that it has on this model, those that the checkpoint brings along included."""
     engine.set_policy(PRESETS[policy])
-    return engine.host.policy.to_json()
+    return engine.policy.to_json()
 
 
 def summarise(rows: list[dict[str, float]]) -> dict[str, float]:

@@ -53,14 +53,15 @@ def test_a_moe_draft_reads_only_the_experts_that_it_activates(self_draft: Module
     activated: list[int] = []
     for block in find_blocks(model):
         block.router.register_forward_hook(lambda _, __, output: activated.append(len(output[2].unique())))
-    draft.observe(torch.tensor([5]), None)
-    draft.propose(9, TreeShape(size=4, depth=2, top_k=2))
+    state = draft.start()
+    state.observe(torch.tensor([5]), None)
+    state.propose(9, TreeShape(size=4, depth=2, top_k=2))
     passes = len(activated) // 7
     experts = sum(activated) * 3 * 32 * 32 * 4
     attention = passes * sum(weight.nbytes for name, weight in model.named_parameters() if "attn" in name or "norm" in name)
     router, head, embeddings = passes * 7 * 8 * 32 * 4, passes * 128 * 32 * 4, 4 * 32 * 4
     share = 1 if bits is None else (bits + (16 + bits) / 32) / 32
-    assert draft.bytes_read == pytest.approx((experts + attention) * share + router + head + embeddings)
+    assert state.bytes_read == pytest.approx((experts + attention) * share + router + head + embeddings)
     assert draft.low_bit_bytes == pytest.approx(0 if bits is None else (experts + attention) * share)
     assert sum(activated) < passes * 7 * 8
 

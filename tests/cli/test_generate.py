@@ -6,15 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import edgexpert
-from edgexpert.cli.options import Options
-from edgexpert.runtime.engine import Engine, TextStream
-from edgexpert.speculation.draft import TreeShape
+from edgexpert.runtime.session import Session
+from edgexpert.speculation.verify import Verifier
 from tests.cli.conftest import Run
 
 PROMPT = "once upon a time a fox met a crow, once upon"
@@ -70,8 +68,8 @@ def test_the_prompt_comes_from_standard_input_when_left_out(run: Run, tiny_check
     (["--temperature", "-1", "hi"], "--temperature must"),
     (["--max-new-tokens", "0", "hi"], "--max-new-tokens must"),
     (["--max-new-tokens", "5000", "hi"], "context"),
-    (["--tree-size", "-1", "hi"], "--tree-size must be from 0 to"),
-    (["--tree-depth", "1000000", "hi"], "--tree-depth must be from 1 to"),
+    (["--tree-size", "-1", "hi"], "--tree-size must be a whole number from 0 to"),
+    (["--tree-depth", "1000000", "hi"], "--tree-depth must be a whole number from 1 to"),
     (["--dtype", "int3", "hi"], "--dtype"),
     (["--device", "tpu", "hi"], "--device"),
     ([" "], "The prompt is empty"),
@@ -96,22 +94,17 @@ def test_wrong_usage_has_exit_code_2(run: Run, arguments: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
-class InterruptedStream(TextStream):
-    """Ctrl-C after a few stages."""
-
-    def __iter__(self) -> Iterator[str]:
-        for count, piece in enumerate(super().__iter__()):
-            if count == 3:
-                raise KeyboardInterrupt
-            yield piece
-
-
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stream(self: Engine, prompt: str, params: object, tree: TreeShape) -> TextStream:
-        return InterruptedStream(self, self.encode(prompt), Options(max_new_tokens=50).sampling, tree)
+    """Ctrl-C in the fourth verify stage."""
+    step = Session.step
 
-    monkeypatch.setattr(Engine, "stream", stream)
+    def interrupting(self: Session, verifier: Verifier) -> list[int]:
+        if self.speculation.stages == 3:
+            raise KeyboardInterrupt
+        return step(self, verifier)
+
+    monkeypatch.setattr(Session, "step", interrupting)
 
 
 @pytest.mark.usefixtures("interrupted")
@@ -131,7 +124,7 @@ def test_ctrl_c_with_json_still_prints_one_object(run: Run, tiny_checkpoint: Pat
     assert 0 < len(value["token_ids"]) < 50
 
 
-@pytest.mark.parametrize("where", ["edgexpert.load", "edgexpert.runtime.engine.Engine.prefill"])
+@pytest.mark.parametrize("where", ["edgexpert.load", "edgexpert.runtime.session.Session.begin"])
 def test_ctrl_c_before_the_first_token_leaves_with_one_line(
     run: Run, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

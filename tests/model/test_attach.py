@@ -16,22 +16,22 @@ def test_the_exact_policy_leaves_generate_and_its_logits_alone() -> None:
     batch = tokenizer([PROMPT, PROMPT[::-1]], return_tensors="pt")
     before = model.generate(**batch, max_new_tokens=12, do_sample=False)
     logits = model(**batch).logits
-    host = edgexpert.attach(model, "exact", tokenizer=tokenizer)
+    attached = edgexpert.attach(model, "exact", tokenizer=tokenizer)
     assert torch.equal(model.generate(**batch, max_new_tokens=12, do_sample=False), before)
     assert torch.equal(model(**batch).logits, logits)
-    assert host.ledger.decode["experts"] > 0
+    assert attached.ledger.decode["experts"] > 0
 
 
 def test_generate_runs_through_every_technique_and_detach_undoes_it() -> None:
     model, tokenizer = make_model("olmoe"), make_tokenizer()
     batch = tokenizer([PROMPT], return_tensors="pt")
     logits = model(**batch).logits
-    host = edgexpert.attach(model, "edgexpert", tokenizer=tokenizer, keep_channels=0.5)
+    attached = edgexpert.attach(model, "edgexpert", tokenizer=tokenizer, keep_channels=0.5)
     model.generate(**batch, max_new_tokens=8, min_new_tokens=8, do_sample=False)
-    plain = 7 * host.plain_decode_expert_bytes
-    assert 0 < host.ledger.decode["experts"] < plain
+    plain = 7 * attached.host.plain_decode_expert_bytes
+    assert 0 < attached.ledger.decode["experts"] < plain
     assert not torch.equal(model(**batch).logits, logits)
-    host.detach()
+    attached.detach()
     assert torch.equal(model(**batch).logits, logits)
 
 

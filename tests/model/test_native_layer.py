@@ -57,11 +57,11 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 
 def logits(model: PreTrainedModel, policy: Policy | None = None) -> Tensor:
     """Of a text, and of a tree behind it."""
-    host = HostedModel(model, policy)
-    cache = host.new_cache(40)
-    text = host.run(Stage.prefill(torch.arange(2, 22), importance=torch.ones(20)), cache).logits
+    host = HostedModel(model)
+    cache, policy = host.new_cache(40), host.resolve(policy or PRESETS["exact"])
+    text = host.run(Stage.prefill(torch.arange(2, 22), importance=torch.ones(20)), cache, policy).logits
     tree = TokenTree(torch.arange(3, 11), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5]), -torch.arange(8.0) / 2)
-    return torch.cat([text, host.run(Stage.verify(tree, cache.length), cache).logits])
+    return torch.cat([text, host.run(Stage.verify(tree, cache.length), cache, policy).logits])
 
 
 @pytest.mark.parametrize("family", KNOWN)

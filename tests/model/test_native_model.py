@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from edgexpert.conversion.convert import convert
@@ -48,13 +47,14 @@ def load(tmp_path: Path) -> Load:
     return load
 
 
-def run(host: HostedModel) -> tuple[list[StageOutput], TreeCache]:
+def run(host: HostedModel, policy: Policy = PRESETS["exact"]) -> tuple[list[StageOutput], TreeCache]:
     """A prompt, a tree behind it of which a path stays, and one token more."""
     cache = host.new_cache(40)
-    outputs = [host.run(Stage.prefill(torch.arange(2, 2 + PROMPT)), cache, FUSED)]
-    outputs.append(host.run(Stage.verify(TREE, PROMPT), cache, FUSED))
+    policy = host.resolve(policy)
+    outputs = [host.run(Stage.prefill(torch.arange(2, 2 + PROMPT)), cache, policy, FUSED)]
+    outputs.append(host.run(Stage.verify(TREE, PROMPT), cache, policy, FUSED))
     cache.keep(PROMPT, [0, 2, 5, 7])
-    outputs.append(host.run(Stage.verify(TokenTree.of_root(5), PROMPT + 4), cache, FUSED))
+    outputs.append(host.run(Stage.verify(TokenTree.of_root(5), PROMPT + 4), cache, policy, FUSED))
     return outputs, cache
 
 
@@ -69,12 +69,12 @@ def test_one_call_gives_the_bits_choices_and_bytes_of_a_call_for_each_half_layer
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a.logits, b.logits)
         assert a.features is not None and b.features is not None and torch.equal(a.features, b.features)
+        assert a.traffic == b.traffic
         assert a.experts_loaded == b.experts_loaded == sum(plan.routing.count for plan in a.plans)
         for plan, exact, other in zip(a.plans, a.exact, b.plans, strict=True):
             assert plan.layer == other.layer and plan.routing is exact
             assert torch.equal(plan.routing.experts, other.routing.experts)
             assert torch.equal(plan.routing.weights, other.routing.weights)
-    assert whole.ledger == halves.ledger
     for mine, other_layer in zip(our_cache.tree_layers, their_cache.tree_layers, strict=True):
         for part in ("keys", "values"):
             assert torch.equal(*(getattr(x, part)[:, :, : our_cache.length] for x in (mine, other_layer)))
@@ -82,11 +82,11 @@ def test_one_call_gives_the_bits_choices_and_bytes_of_a_call_for_each_half_layer
 
 @pytest.mark.parametrize("policy", ["exact", "edgexpert"])
 def test_threads_change_nothing(policy: str, load: Load) -> None:
-    host, before = HostedModel(load("granitemoe"), PRESETS[policy]), native.get_threads()
+    host, before = HostedModel(load("granitemoe")), native.get_threads()
     results = []
     for threads in (1, 2, 3):
         native.set_threads(threads)
-        results.append(tree_logits(host))
+        results.append(tree_output(host, PRESETS[policy]).logits)
     native.set_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
@@ -117,10 +117,9 @@ def test_a_model_that_does_something_else_around_its_layers_runs_layer_by_layer(
 
 
 def test_policies_take_turns_on_one_cache(load: Load) -> None:
-    host = HostedModel(load("olmoe"), PRESETS["edgexpert"])
-    cache = host.new_cache(40)
-    host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), cache)  # all are major
-    host.set_policy(PRESETS["exact"])
+    host = HostedModel(load("olmoe"))
+    cache, policy = host.new_cache(40), host.resolve(PRESETS["edgexpert"])
+    host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), cache, policy)  # all are major
     mixed = host.run(Stage.verify(TREE, PROMPT), cache).logits
     torch.testing.assert_close(mixed, run(host)[0][1].logits, rtol=1e-4, atol=1e-4)
 
@@ -137,15 +136,15 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("family", ["granitemoe", "olmoe"])
 def test_what_is_decided_in_one_call_is_what_the_policy_decides(family: str, policy: str, load: Load) -> None:
-    host = HostedModel(load(family), POLICIES[policy])
+    host = HostedModel(load(family))
+    decides = host.resolve(POLICIES[policy])
     assert host.native is not None
     stage, cache, again = Stage.verify(TREE, PROMPT), host.new_cache(40), host.new_cache(40)
     for states in (cache, again):  # all of the prompt's tokens are major
-        host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), states)
-    before = host.ledger.decode["experts"]
-    output = host.run(stage, cache, range(LAYERS))
+        host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), states, decides)
+    output = host.run(stage, cache, decides, range(LAYERS))
     assert output.features is not None
-    assert host.ledger.decode["experts"] - before == pytest.approx(
+    assert output.traffic["experts"] == pytest.approx(
         sum(plan.bytes(block.shape) for plan, block in zip(output.plans, host.blocks, strict=True))
     )
     assert output.experts_loaded == sum(plan.routing.count for plan in output.plans)
@@ -157,14 +156,14 @@ def test_what_is_decided_in_one_call_is_what_the_policy_decides(family: str, pol
         between = member.attend(x[None].contiguous(), mask, again, *rotary)
         normed = dense.rms_norm(between[0], member.norm.weight, member.norm.eps)
         assert block.form is not None
-        routing = host.policy.route(exact, block.form.scores(dense.linear(normed, member.router)), stage)
+        routing = decides.route(exact, block.form.scores(dense.linear(normed, member.router)), stage)
         assert torch.equal(plan.routing.experts, routing.experts)
         torch.testing.assert_close(plan.routing.weights, routing.weights)
-        same(plan.gate_up, host.policy.select_channels(normed[plan.routing.pair_token], plan.routing, stage))
+        same(plan.gate_up, decides.select_channels(normed[plan.routing.pair_token], plan.routing, stage))
         if block.packed is not None and plan.gate_up is not None:
             _, down, _ = run_experts(
                 normed, plan.routing, block.packed, plan.gate_up,
-                lambda activations, plan=plan: host.policy.select_channels(activations, plan.routing, stage),  # type: ignore[misc]
+                lambda activations, plan=plan: decides.select_channels(activations, plan.routing, stage),  # type: ignore[misc]
             )
             same(plan.down, down)
 
@@ -179,11 +178,12 @@ def same(ours: ChannelSelection | None, theirs: ChannelSelection | None) -> None
 
 
 def test_experts_that_prompt_tokens_share_are_those_of_the_policy(load: Load) -> None:
-    host = HostedModel(load("olmoe"), replace(PRESETS["reuse"], k_min=3, n_min=2, k_tri=4, n_tri=1, theta1=0.8, theta2=0.4))
+    host = HostedModel(load("olmoe"))
+    decides = host.resolve(replace(PRESETS["reuse"], k_min=3, n_min=2, k_tri=4, n_tri=1, theta1=0.8, theta2=0.4))
     assert host.native is not None
     order = torch.randperm(PROMPT, generator=torch.Generator().manual_seed(0))
     stage = Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.linspace(0, 1.4, PROMPT)[order])
-    output = host.run(stage, host.new_cache(40), range(LAYERS))
+    output = host.run(stage, host.new_cache(40), decides, range(LAYERS))
     cache = host.new_cache(40)
     assert output.features is not None
     rotary = host.native.rotary(output.features[None], position_ids=stage.positions[None])
@@ -191,32 +191,33 @@ def test_experts_that_prompt_tokens_share_are_those_of_the_policy(load: Load) ->
     for member, block, plan, exact, x in layers:
         normed = member.norm(member.attend(x[None].contiguous(), None, cache, *rotary)[0])
         assert block.form is not None
-        routing = host.policy.route(exact, block.form.scores(dense.linear(normed, member.router)), stage)
+        routing = decides.route(exact, block.form.scores(dense.linear(normed, member.router)), stage)
         assert torch.equal(plan.routing.experts, routing.experts) and not torch.equal(routing.experts, exact.experts)
         torch.testing.assert_close(plan.routing.weights, routing.weights)
-    assert host.ledger.prefill["experts"] == sum(
+    assert output.traffic["experts"] == sum(
         plan.bytes(block.shape) for plan, block in zip(output.plans, host.blocks, strict=True)
     )
 
 
 @pytest.mark.parametrize("policy", ["pruned", "edgexpert"])
 def test_a_pruned_stage_in_one_call_gives_the_logits_of_one_layer_by_layer(policy: str, load: Load) -> None:
-    whole = HostedModel(load("qwen3_moe"), PRESETS[policy])
-    logits = tree_logits(whole)
-    layer_by_layer = HostedModel(whole.model, PRESETS[policy])
+    whole = HostedModel(load("qwen3_moe"))
+    ours = tree_output(whole, PRESETS[policy])
+    layer_by_layer = HostedModel(whole.model)
     layer_by_layer.native = None
-    torch.testing.assert_close(logits, tree_logits(layer_by_layer), rtol=1e-4, atol=1e-4)
-    assert whole.ledger.to_json() == layer_by_layer.ledger.to_json()
+    theirs = tree_output(layer_by_layer, PRESETS[policy])
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    assert ours.traffic == pytest.approx(theirs.traffic)
 
 
-def tree_logits(host: HostedModel) -> Tensor:
-    cache = host.new_cache(40)
-    host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), cache)
-    return host.run(Stage.verify(TREE, PROMPT), cache).logits
+def tree_output(host: HostedModel, policy: Policy) -> StageOutput:
+    cache, policy = host.new_cache(40), host.resolve(policy)
+    host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), cache, policy)
+    return host.run(Stage.verify(TREE, PROMPT), cache, policy)
 
 
 def test_a_stage_is_left_to_the_router_where_its_policy_does_not_act(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = HostedModel(load("olmoe"), PRESETS["pruned"])  # acts on trees alone
+    host = HostedModel(load("olmoe"))
     assert host.native is not None
     seen: list[tuple[str, bool]] = []
     one_call = host.native.run
@@ -226,5 +227,5 @@ def test_a_stage_is_left_to_the_router_where_its_policy_does_not_act(load: Load,
         return one_call(stage, *args)
 
     monkeypatch.setattr(host.native, "run", watched)
-    run(host)
+    run(host, PRESETS["pruned"])  # acts on trees alone
     assert seen == [("prefill", True), ("verify", False), ("verify", False)]

@@ -93,12 +93,12 @@ def test_techniques_read_what_they_plan_and_stay_near_the_library_on_the_same_pl
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16).float().eval()
     outputs = []
     for model in (load_model(str(folder)).model, reference):
-        host = HostedModel(model, PRESETS[policy])
-        cache = host.new_cache(40)
+        host = HostedModel(model)
+        cache, resolved = host.new_cache(40), host.resolve(PRESETS[policy])
         stage = Stage.prefill(torch.arange(2, 20), importance=torch.ones(18))
-        host.run(stage, cache)
+        host.run(stage, cache, resolved)
         tree = TokenTree(torch.arange(3, 11), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5]), -torch.arange(8.0) / 2)
-        outputs.append(host.run(Stage.verify(tree, cache.length), cache))
+        outputs.append(host.run(Stage.verify(tree, cache.length), cache, resolved))
     ours, theirs = outputs
     same = [
         torch.equal(a.gate_up.loaded, b.gate_up.loaded)

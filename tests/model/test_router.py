@@ -45,8 +45,8 @@ def test_received_attention_is_measured_without_changing_the_logits() -> None:
     for token_weight in ("routing", "attention"):
         policy = Policy("p", fine_pruning=True, depth_aware_coalescing=True, keep_channels=1.0, selection_ratio=0.0,
                         token_weight=token_weight)  # type: ignore[arg-type]
-        host = HostedModel(model, policy)
-        cache = host.new_cache(32)
-        host.run(Stage.prefill(prompt), cache)
-        logits.append(host.run(Stage.verify(tree, 10), cache).logits)
+        host = HostedModel(model)
+        cache, policy = host.new_cache(32), host.resolve(policy)
+        host.run(Stage.prefill(prompt), cache, policy)
+        logits.append(host.run(Stage.verify(tree, 10), cache, policy).logits)
     assert torch.equal(*logits)

@@ -15,7 +15,7 @@ from edgexpert.core.routing import ChannelSelection, Routing
 from edgexpert.core.shapes import ExpertShape, Storage, WeightFormat
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.model.host import HostedModel
-from edgexpert.model.storage import calibration_text, measure_experts
+from edgexpert.model.measure import calibration_text, measure_experts
 from edgexpert.policy import BASELINES, Policy, policy_named
 from edgexpert.policy.baselines import ExpertUse, fake_quantised, kept_weights, low_bit_experts
 from tests.conftest import make_model
@@ -127,36 +127,35 @@ def test_a_host_prepares_weights_and_gives_the_very_same_ones_back(name: str, fa
     host = HostedModel(make_model(family, num_hidden_layers=2))
     before = [parameter.clone() for parameter in host.model.parameters()]
     host.statistics = measure_experts(host, [list(range(2, 60))])
-    host.set_policy(policy_named(name))
-    block = host.blocks[0]
+    policy = host.resolve(policy_named(name))
+    block, storage = host.blocks[0], host.storage(policy)
     for matrix in (block.weights().gate_up, block.weights().down):
         if name == "moe-pruner":
             assert ((matrix == 0).sum(1) == matrix.shape[1] // 2).all()
         else:
             levels = [len(expert[:, 0].unique()) for expert in matrix]
-            low = (host.storage[block.layer].value < 1).tolist()
+            low = (storage[block.layer].value < 1).tolist()
             assert 0 < sum(low) < len(low)
             assert all(found <= (4 if is_low else 16) for found, is_low in zip(levels, low, strict=True))
-    output = host.run(Stage.prefill(torch.arange(2, 12)), host.new_cache(10))
-    assert host.ledger.prefill["experts"] == pytest.approx(
+    output = host.run(Stage.prefill(torch.arange(2, 12)), host.new_cache(10), policy)
+    assert output.traffic["experts"] == pytest.approx(
         sum(plan.bytes(b.shape) for plan, b in zip(output.plans, host.blocks, strict=True))
     )
-    assert all(plan.storage is host.storage[plan.layer] for plan in output.plans)
-    host.set_policy(Policy())
+    assert all(plan.storage is storage[plan.layer] for plan in output.plans)
+    assert not host.storage(Policy())
     assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
-    assert not host.storage
 
 
 def test_dropped_experts_cost_nothing_and_the_others_what_they_are_stored_as() -> None:
     host = HostedModel(make_model("qwen3_moe", num_hidden_layers=2))
     host.statistics = measure_experts(host, [list(range(2, 60))])
-    host.set_policy(Policy("both", coarse_pruning=True, keep_mass=0.5, weight_sparsity=0.5))
+    policy = host.resolve(Policy("both", coarse_pruning=True, keep_mass=0.5, weight_sparsity=0.5))
     tree = TokenTree(torch.arange(2, 8), torch.tensor([-1, 0, 0, 0, 0, 0]), torch.tensor([0.0, -5, -5, -5, -5, -5]))
-    output = host.run(Stage.verify(tree, 0), host.new_cache(6))
+    output = host.run(Stage.verify(tree, 0), host.new_cache(6), policy)
     shape = host.blocks[0].shape
     assert [len(plan.routing.loaded) for plan in output.plans] == [2, 2]  # the root's alone
     assert sum(len(routing.loaded) for routing in output.exact) > 4
-    assert host.ledger.decode["experts"] == pytest.approx(4 * shape.expert * (0.5 + 1 / 32))
+    assert output.traffic["experts"] == pytest.approx(4 * shape.expert * (0.5 + 1 / 32))
 
 
 def test_measured_statistics_are_norms_of_router_weighted_inputs() -> None:
@@ -178,7 +177,7 @@ def test_measured_statistics_are_norms_of_router_weighted_inputs() -> None:
 
 def test_weights_are_not_prepared_without_statistics() -> None:
     with pytest.raises(UserError, match="not measured"):
-        HostedModel(make_model("qwen3_moe"), policy_named("edgemoe"))
+        HostedModel(make_model("qwen3_moe")).resolve(policy_named("edgemoe"))
 
 
 def test_the_calibration_text_is_several_texts() -> None:

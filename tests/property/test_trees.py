@@ -13,7 +13,7 @@ from edgexpert.core.stage import TokenTree
 from edgexpert.speculation.draft import Draft, TreeShape
 from edgexpert.speculation.sampling import Sampler, SamplingParams
 from edgexpert.speculation.tree import Level, build_tree
-from edgexpert.speculation.verify import accept
+from edgexpert.speculation.verify import SamplingVerifier
 from tests.speculation.drafts import GarbageDraft, OracleDraft, RandomDraft
 
 VOCAB, NEW = 12, 12
@@ -49,14 +49,14 @@ def tree_logits(tree: TokenTree, text: list[int]) -> Tensor:
 def speculative(draft: Draft, sampler: Sampler, shape: TreeShape, keep: float = 1.0) -> list[int]:
     """Decodes with trees of which only the first share ``keep`` of the nodes is verified."""
     text = [*PROMPT, sampler.pick(model(PROMPT), PROMPT, len(PROMPT))]
-    draft.reset()
-    draft.observe(torch.tensor(PROMPT), None)
+    state, verifier = draft.start(), SamplingVerifier(sampler)
+    state.observe(torch.tensor(PROMPT), None)
     while len(text) < len(PROMPT) + NEW:
-        tree = draft.propose(text[-1], shape)
+        tree = state.propose(text[-1], shape)
         tree = tree.subtree(range(max(1, round(keep * len(tree)))))  # parents stand before children: any prefix is closed
-        path, token = accept(tree, tree_logits(tree, text), sampler, text)
+        path, token = verifier.accept(tree, tree_logits(tree, text), text)
         assert tree.parents[path].tolist() == [-1, *path[:-1]]
-        draft.observe(tree.tokens[path], None)
+        state.observe(tree.tokens[path], None)
         text += [*tree.tokens[path[1:]].tolist(), token]
     return text[len(PROMPT):][:NEW]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from edgexpert.core.stage import TokenTree
 from edgexpert.model.host import HostedModel
 from edgexpert.policy import PRESETS, Policy
 from edgexpert.runtime.engine import Engine
+from edgexpert.runtime.stream import TextStream
 from edgexpert.speculation.draft import Draft, TreeShape
-from edgexpert.speculation.ngram import NgramDraft
+from edgexpert.speculation.ngram import NgramDraft, NgramState
 from tests.conftest import make_model, make_tokenizer
 from tests.speculation.drafts import GarbageDraft, OracleDraft, RandomDraft
 
@@ -22,7 +24,7 @@ PROMPT = "once upon a time a fox met a crow, once upon a time"
 
 
 def make_engine(model: PreTrainedModel, draft: Draft | None = None, policy: Policy | None = None) -> Engine:
-    return Engine(HostedModel(model, policy), make_tokenizer(), name="tiny", draft=draft)
+    return Engine(HostedModel(model), make_tokenizer(), name="tiny", draft=draft, policy=policy or PRESETS["exact"])
 
 
 def library_text(model: PreTrainedModel, new: int) -> list[int]:
@@ -62,38 +64,44 @@ def test_a_second_turn_from_the_cache_has_the_text_of_a_fresh_run(family: str) -
     truth = [engine.generate(ids, **options).token_ids for ids in (first, second, other)]
     for name, draft in drafts(truth[1]).items():
         engine.draft = draft
-        runs = [engine.generate(ids, reuse_cache=True, **options) for ids in (first, second, other)]
+        streams: list[TextStream] = []
+        for ids in (first, second, other):
+            streams.append(engine.stream(ids, after=streams[-1] if streams else None, **options))
+            assert "".join(streams[-1]) == streams[-1].generation.text
+        runs = [stream.generation for stream in streams]
         assert [run.token_ids for run in runs] == truth, name
         # one less than what is common: the last common token is run again
         assert [run.prompt_tokens_cached for run in runs] == [0, len(first) + len(answer) - 1, 9], name
         assert runs[1].to_json()["prompt_tokens_cached"] == runs[1].prompt_tokens_cached
 
 
-def test_a_cache_is_reused_only_where_it_was_asked_for_and_fits() -> None:
+def test_a_cache_is_reused_only_where_policy_and_draft_are_the_same() -> None:
     engine = make_engine(make_model("qwen3_moe"), NgramDraft())
     options = dict(max_new_tokens=8, ignore_eos=True)
 
-    def cached(**more: bool) -> int:
-        return engine.generate(PROMPT, **options, **more).prompt_tokens_cached
+    def cached(after: TextStream) -> int:
+        return engine.generate(PROMPT, after=after, **options).prompt_tokens_cached
 
-    assert [cached(), cached(reuse_cache=True), cached(reuse_cache=True)] == [0, 0, len(PROMPT) - 1]
-    assert [cached(), cached(reuse_cache=True)] == [0, 0], "a text without it lies between"
+    stream = engine.stream(PROMPT, **options)
+    assert cached(stream) == 0, "nothing of it has run"
+    next(stream)
+    assert cached(stream) == len(PROMPT) - 1, "its prompt has"
+    whole = engine.generate(PROMPT, **options).token_ids
+    assert list(stream) and stream.generation.token_ids == whole, "nothing was taken away from it"
     engine.set_policy(PRESETS["pruned"])
-    assert cached(reuse_cache=True) == 0, "another policy"
+    assert cached(stream) == 0, "another policy"
+    engine.set_policy(PRESETS["exact"])
     engine.draft = None
-    assert cached(reuse_cache=True) == 0, "another draft"
-    stream = engine.stream(PROMPT, reuse_cache=True, **options)
-    next(iter(stream))
-    assert stream.generation.prompt_tokens_cached == len(PROMPT) - 1
-    assert cached(reuse_cache=True) == 0, "the text before was not finished"
+    assert cached(stream) == 0, "another draft"
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_second_turn_reads_less_under_every_policy(name: str) -> None:
     engine = make_engine(make_model("qwen3_moe"), NgramDraft(), PRESETS[name])
     fresh = engine.generate(PROMPT + " again", max_new_tokens=2).traffic
-    engine.generate(PROMPT, max_new_tokens=2, reuse_cache=True)
-    again = engine.generate(PROMPT + " again", max_new_tokens=2, reuse_cache=True)
+    before = engine.stream(PROMPT, max_new_tokens=2)
+    list(before)
+    again = engine.generate(PROMPT + " again", max_new_tokens=2, after=before)
     assert again.prompt_tokens_cached == len(PROMPT) - 1
     assert again.traffic.prefill["experts"] < fresh.prefill["experts"]
     assert again.traffic.prefill["encoder"] == fresh.prefill["encoder"], "the whole prompt is weighed"
@@ -189,7 +197,9 @@ def test_forced_decoding_under_the_exact_policy_gives_the_teacher_forced_log_pro
 
 
 def test_every_byte_that_a_draft_reads_is_counted() -> None:
-    class Reader(NgramDraft):
+    states: list[NgramState] = []
+
+    class Reader(NgramState):
         def observe(self, tokens: torch.Tensor, features: torch.Tensor | None) -> None:
             super().observe(tokens, features)
             self.bytes_read += 10
@@ -198,10 +208,14 @@ def test_every_byte_that_a_draft_reads_is_counted() -> None:
             self.bytes_read += 1000
             return super().propose(root, shape)
 
-    draft = Reader()
-    got = make_engine(make_model("olmoe"), draft).generate(PROMPT, max_new_tokens=20, ignore_eos=True)
+    class ReadingDraft(NgramDraft):
+        def start(self) -> NgramState:
+            states.append(Reader())
+            return states[-1]
+
+    got = make_engine(make_model("olmoe"), ReadingDraft()).generate(PROMPT, max_new_tokens=20, ignore_eos=True)
     assert got.traffic.prefill["draft"] == 10
-    assert got.traffic.total("draft") == draft.bytes_read
+    assert got.traffic.total("draft") == states[0].bytes_read
 
 
 def test_coarse_pruning_alone_never_loads_more() -> None:
@@ -221,9 +235,25 @@ def test_coarse_pruning_alone_never_loads_more() -> None:
         ("x" * 250, {"max_new_tokens": 10}, "context"),
         ([{"role": "user", "content": "hi"}], {}, "chat template"),
         ([], {}, "empty"),
+        (b"Once", {}, "not bytes"),
+        (None, {}, "not NoneType"),
+        ([5, 128], {}, "no token 128"),
+        (torch.tensor([5, -1]), {}, "no token -1"),
+        ([5, "x"], {}, "no token 'x'"),
+        ([{"text": "hi"}], {}, "role"),
+        ("once", {"stop": [1]}, "`stop`"),
+        ("once", {"max_new_tokens": "3"}, "`max_new_tokens`"),
+        ("once", {"top_k": 1.5}, "`top_k`"),
+        ("once", {"temperature": 1e-40}, "`temperature`"),
+        ("once", {"tree": 5}, "TreeShape"),
+        ("once", {"n": 0}, "`n`"),
+        ("once", {"logprobs": -1}, "`logprobs`"),
+        ("once", {"warmth": 1}, "no option 'warmth'"),
+        ("once", {"policy": 7}, "`policy`"),
+        ("once", {"params": {"seed": 1}}, "SamplingParams"),
     ],
 )
-def test_bad_prompts_are_named(prompt: object, options: dict[str, int], part: str) -> None:
+def test_bad_prompts_are_named(prompt: object, options: dict[str, Any], part: str) -> None:
     with pytest.raises(UserError, match=part):
         make_engine(make_model("olmoe")).generate(prompt, **options)  # type: ignore[arg-type]
 

@@ -22,18 +22,24 @@ class OracleDraft:
 
     name = "oracle"
     fused_layers: tuple[int, ...] = ()
-    bytes_read = 0.0
 
     def __init__(self, continuation: Sequence[int]) -> None:
         self.continuation = list(continuation)
-        self.reset()
 
-    def reset(self) -> None:
+    def start(self) -> OracleState:
+        return OracleState(self.continuation)
+
+
+class OracleState:
+    bytes_read = 0.0
+
+    def __init__(self, continuation: Sequence[int]) -> None:
+        self.continuation = continuation
         self.observed = 0
         self.prompt: int | None = None
 
-    def crop(self, length: int) -> None:
-        self.reset()
+    def fork(self, length: int) -> OracleState:
+        return OracleState(self.continuation)
 
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         self.observed += len(tokens)
@@ -48,27 +54,33 @@ class OracleDraft:
 
 
 class RandomDraft:
-    """Drafts random tokens in trees of random form."""
+    """Drafts random tokens in trees of random form; each text gets the same ones."""
 
     name = "random"
     fused_layers: tuple[int, ...] = ()
-    bytes_read = 0.0
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
-        self.vocab_size = vocab_size
-        self.generator = torch.Generator().manual_seed(seed)
+        self.vocab_size, self.seed = vocab_size, seed
 
-    def reset(self) -> None:
-        pass
+    def start(self) -> RandomState:
+        return RandomState(self)
 
-    def crop(self, length: int) -> None:
-        pass
+
+class RandomState:
+    bytes_read = 0.0
+
+    def __init__(self, draft: RandomDraft) -> None:
+        self.draft = draft
+        self.generator = torch.Generator().manual_seed(draft.seed)
+
+    def fork(self, length: int) -> RandomState:
+        return type(self)(self.draft)
 
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         pass
 
     def expand(self, level: Level, k: int) -> tuple[Tensor, Tensor]:
-        logits = 3 * torch.randn(len(level.tokens), self.vocab_size, generator=self.generator)
+        logits = 3 * torch.randn(len(level.tokens), self.draft.vocab_size, generator=self.generator)
         return top_log_probs(logits, k)
 
     def propose(self, root: int, shape: TreeShape) -> TokenTree:
@@ -80,6 +92,11 @@ class GarbageDraft(RandomDraft):
 
     name = "garbage"
 
+    def start(self) -> GarbageState:
+        return GarbageState(self)
+
+
+class GarbageState(RandomState):
     def expand(self, level: Level, k: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.arange(min(k, self.vocab_size)).expand(len(level.tokens), -1)
+        tokens = torch.arange(min(k, self.draft.vocab_size)).expand(len(level.tokens), -1)
         return tokens, torch.zeros(tokens.shape)

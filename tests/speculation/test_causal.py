@@ -30,7 +30,7 @@ def log_prob(model: LlamaForCausalLM, text: list[int], token: int) -> float:
 
 
 def test_every_branch_has_the_probability_of_its_own_path_and_only_committed_tokens_stay(model: LlamaForCausalLM) -> None:
-    draft, text = CausalDraft(model, VOCAB), [5, 9, 2, 7]
+    draft, text = CausalDraft(model, VOCAB).start(), [5, 9, 2, 7]
     draft.observe(torch.tensor(text), None)
     for root, more in ((11, [11, 3]), (8, [8])):
         tree = draft.propose(root, TreeShape(size=12, depth=3, top_k=3))
@@ -45,28 +45,29 @@ def test_every_branch_has_the_probability_of_its_own_path_and_only_committed_tok
 
 
 @pytest.mark.parametrize("length", [2, 5])
-def test_a_cropped_draft_is_as_if_it_had_seen_no_more(model: LlamaForCausalLM, length: int) -> None:
-    fresh, cropped, shape = CausalDraft(model, VOCAB), CausalDraft(model, VOCAB), TreeShape(size=12, depth=3, top_k=3)
+def test_a_fork_is_as_if_it_had_seen_no_more(model: LlamaForCausalLM, length: int) -> None:
+    fresh, first = CausalDraft(model, VOCAB).start(), CausalDraft(model, VOCAB).start()
+    shape = TreeShape(size=12, depth=3, top_k=3)
     text = [5, 9, 2, 7, 1, 4]
-    cropped.observe(torch.tensor(text[:4]), None)
-    cropped.propose(3, shape)
-    cropped.observe(torch.tensor(text[4:]), None)
-    cropped.crop(length)
-    cropped.observe(torch.tensor([8]), None)
+    first.observe(torch.tensor(text[:4]), None)
+    first.propose(3, shape)
+    first.observe(torch.tensor(text[4:]), None)
+    forked = first.fork(length)
+    forked.observe(torch.tensor([8]), None)
     fresh.observe(torch.tensor([*text[:length], 8]), None)
-    a, b = fresh.propose(6, shape), cropped.propose(6, shape)
+    a, b = fresh.propose(6, shape), forked.propose(6, shape)
     assert torch.equal(a.tokens, b.tokens)
     torch.testing.assert_close(a.path_log_prob, b.path_log_prob)
 
 
 def test_padding_beyond_the_target_vocabulary_is_never_drafted(model: LlamaForCausalLM) -> None:
-    draft = CausalDraft(model, 10)
+    draft = CausalDraft(model, 10).start()
     draft.observe(torch.tensor([1]), None)
     assert draft.propose(2, TreeShape(size=64, depth=2, top_k=10)).tokens.max() < 10
 
 
 def test_bytes_read_are_all_weights_once_a_pass_but_rows_alone_of_the_embedding(model: LlamaForCausalLM) -> None:
-    draft = CausalDraft(model, VOCAB)
+    draft = CausalDraft(model, VOCAB).start()
     draft.observe(torch.tensor([1]), None)
     draft.propose(2, TreeShape(size=2, depth=2, top_k=1))
     embedding = model.get_input_embeddings().weight.nbytes

@@ -127,7 +127,7 @@ def greedy_chain(model: Eagle3Model, tokens: list[int], features: Tensor, root: 
 def test_a_chain_is_what_the_network_gives_without_a_cache() -> None:
     model = make_model()
     tokens, features, _ = inputs(8)
-    draft = Eagle3Draft(model)
+    draft = Eagle3Draft(model).start()
     draft.observe(tokens[:5], features[:5])
     first = draft.propose(int(tokens[5]), TreeShape(size=4, depth=4, top_k=1))
     assert first.tokens[1:].tolist() == greedy_chain(model, tokens[:5].tolist(), features[:5], int(tokens[5]), 4)
@@ -137,14 +137,11 @@ def test_a_chain_is_what_the_network_gives_without_a_cache() -> None:
     assert second.tokens[1:].tolist() == greedy_chain(model, tokens.tolist(), features, 9, 4)
 
 
-def test_the_prompt_may_come_in_pieces_and_reset_forgets_it() -> None:
+def test_the_prompt_may_come_in_pieces() -> None:
     model, shape = make_model(), TreeShape(size=10, depth=3, top_k=3)
     tokens, features, _ = inputs()
-    whole, pieces = Eagle3Draft(model), Eagle3Draft(model)
+    whole, pieces = Eagle3Draft(model).start(), Eagle3Draft(model).start()
     whole.observe(tokens, features)
-    pieces.observe(tokens[:1], features[:1])
-    pieces.propose(4, shape)
-    pieces.reset()
     pieces.observe(tokens[:2], features[:2])
     pieces.observe(tokens[2:], features[2:])
     a, b = whole.propose(7, shape), pieces.propose(7, shape)
@@ -153,19 +150,19 @@ def test_the_prompt_may_come_in_pieces_and_reset_forgets_it() -> None:
 
 
 @pytest.mark.parametrize("observed", [6, 3], ids=["from the cache alone", "with tokens that are pending"])
-def test_a_cropped_draft_is_as_if_it_had_seen_no_more(observed: int) -> None:
+def test_a_fork_is_as_if_it_had_seen_no_more(observed: int) -> None:
     model, shape = make_model(), TreeShape(size=10, depth=3, top_k=3)
     tokens, features, _ = inputs()
-    fresh, cropped = Eagle3Draft(model), Eagle3Draft(model)
-    cropped.observe(tokens[:observed], features[:observed])
-    cropped.propose(int(tokens[observed]) if observed < 6 else 9, shape)
-    cropped.observe(tokens[observed:], features[observed:])
-    cropped.crop(4)
+    fresh, first = Eagle3Draft(model).start(), Eagle3Draft(model).start()
+    first.observe(tokens[:observed], features[:observed])
+    first.propose(int(tokens[observed]) if observed < 6 else 9, shape)
+    first.observe(tokens[observed:], features[observed:])
+    forked = first.fork(4)
     other = torch.cat([tokens[:5], torch.tensor([11, 12])])  # the token behind the four comes again
     seen = torch.cat([features[:4], features[:3] + 1])
-    cropped.observe(other[4:], seen[4:])
+    forked.observe(other[4:], seen[4:])
     fresh.observe(other, seen)
-    a, b = fresh.propose(7, shape), cropped.propose(7, shape)
+    a, b = fresh.propose(7, shape), forked.propose(7, shape)
     assert torch.equal(a.tokens, b.tokens)
     torch.testing.assert_close(a.path_log_prob, b.path_log_prob)
 
@@ -174,7 +171,7 @@ def test_every_branch_of_a_tree_has_the_probability_of_its_own_path() -> None:
     """A node that saw a sibling's branch, or took its parent's state from the wrong row, would differ."""
     model = make_model()
     tokens, features, _ = inputs()
-    draft = Eagle3Draft(model)
+    draft = Eagle3Draft(model).start()
     draft.observe(tokens, features)
     tree = draft.propose(7, TreeShape(size=30, depth=4, top_k=4))
     assert tree.depth.max() >= 3
@@ -192,7 +189,7 @@ def test_every_branch_of_a_tree_has_the_probability_of_its_own_path() -> None:
 def test_bytes_read_are_those_of_the_weights_used() -> None:
     model = make_model()
     tokens, features, _ = inputs()
-    draft = Eagle3Draft(model)
+    draft = Eagle3Draft(model).start()
     size = {name: sum(w.nbytes for w in part.parameters()) for name, part in model.named_children()}
     draft.observe(tokens, features)
     assert draft.bytes_read == size["fc"]

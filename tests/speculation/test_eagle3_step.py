@@ -71,7 +71,7 @@ def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: ", ".join(form) or "plain")
 def test_trees_are_those_of_the_modules_for_every_form_of_draft(form: dict[str, Any]) -> None:
     """With 16 bits, so that nothing but the order of sums differs. The texts go beyond the trained length."""
-    ours, theirs = drafts(packed_model(**form))
+    ours, theirs = (draft.start() for draft in drafts(packed_model(**form)))
     tokens, features = inputs(80)
     for begin, end in ((0, 50), (50, 53), (53, 80)):
         for draft in (ours, theirs):
@@ -102,21 +102,17 @@ def test_states_are_those_of_the_modules_within_the_rounding_of_activations(bits
 
 
 @needs_kernels
-def test_a_text_may_be_cropped_continued_and_forgotten() -> None:
-    ours, fresh = drafts(packed_model())
+def test_a_text_may_begin_like_another() -> None:
+    first, fresh = (draft.start() for draft in drafts(packed_model()))
     tokens, features = inputs(30)
     shape = TreeShape(size=12, depth=3, top_k=4)
-    ours.observe(tokens, features)
-    ours.propose(9, shape)
-    ours.crop(11)
+    first.observe(tokens, features)
+    first.propose(9, shape)
+    ours = first.fork(11)
     other = torch.cat([tokens[:12], torch.tensor([3, 4])])  # the token behind the eleven comes again
     seen = torch.cat([features[:11], features[:3] + 1])
     ours.observe(other[11:], seen[11:])
     fresh.observe(other, seen)
-    assert_same(ours.propose(7, shape), fresh.propose(7, shape))
-    for draft in (ours, fresh):
-        draft.reset()
-        draft.observe(tokens[:2], features[:2])
     assert_same(ours.propose(7, shape), fresh.propose(7, shape))
 
 

@@ -11,7 +11,7 @@ from edgexpert.speculation.ngram import NgramDraft
 
 
 def drafted(text: list[int], root: int, **shape: int) -> tuple[list[int], list[int], list[float]]:
-    draft = NgramDraft()
+    draft = NgramDraft().start()
     draft.observe(torch.tensor(text), None)
     tree = draft.propose(root, TreeShape(**shape))
     return tree.tokens.tolist(), tree.parents.tolist(), [round(math.exp(x), 3) for x in tree.path_log_prob.tolist()]
@@ -49,20 +49,18 @@ def test_nothing_seen_before_drafts_nothing() -> None:
 
 
 def test_tokens_observed_in_pieces_are_one_text() -> None:
-    whole, pieces = NgramDraft(), NgramDraft()
+    whole, pieces = NgramDraft().start(), NgramDraft().start()
     text = torch.tensor([1, 2, 3, 4, 1, 2])
     whole.observe(text, None)
     for piece in (text[:1], text[1:4], text[4:]):
         pieces.observe(piece, None)
     assert torch.equal(whole.propose(3, TreeShape()).tokens, pieces.propose(3, TreeShape()).tokens)
-    pieces.reset()
-    assert pieces.propose(3, TreeShape()).tokens.tolist() == [3]
 
 
-def test_a_cropped_draft_is_as_if_it_had_seen_no_more() -> None:
-    fresh, cropped = NgramDraft(), NgramDraft()
-    cropped.observe(torch.tensor([1, 2, 3, 1, 2, 4]), None)
-    cropped.crop(4)
+def test_a_fork_is_as_if_it_had_seen_no_more() -> None:
+    fresh, whole = NgramDraft().start(), NgramDraft().start()
+    whole.observe(torch.tensor([1, 2, 3, 1, 2, 4]), None)
+    forked = whole.fork(4)
     fresh.observe(torch.tensor([1, 2, 3, 1]), None)
-    a, b = fresh.propose(2, TreeShape()), cropped.propose(2, TreeShape())
+    a, b = fresh.propose(2, TreeShape()), forked.propose(2, TreeShape())
     assert a.tokens.tolist() == b.tokens.tolist() == [2, 3, 1, 2]

@@ -95,12 +95,12 @@ def test_a_tree_of_no_candidates_is_its_root() -> None:
 
 
 @pytest.mark.parametrize(("values", "rule"), [
-    ({"size": -1}, "`TreeShape.size` must be from 0 to 1024, not -1"),
-    ({"size": 1025}, "`TreeShape.size` must be from 0 to 1024, not 1025"),
-    ({"depth": 0}, "`TreeShape.depth` must be from 1 to 64, not 0"),
-    ({"depth": 65}, "`TreeShape.depth` must be from 1 to 64, not 65"),
-    ({"top_k": 0}, "`TreeShape.top_k` must be from 1 to 256, not 0"),
-    ({"top_k": 257}, "`TreeShape.top_k` must be from 1 to 256, not 257"),
+    ({"size": -1}, "`TreeShape.size` must be a whole number from 0 to 1024, not -1"),
+    ({"size": 1025}, "`TreeShape.size` must be a whole number from 0 to 1024, not 1025"),
+    ({"depth": 0}, "`TreeShape.depth` must be a whole number from 1 to 64, not 0"),
+    ({"depth": 65}, "`TreeShape.depth` must be a whole number from 1 to 64, not 65"),
+    ({"top_k": 0}, "`TreeShape.top_k` must be a whole number from 1 to 256, not 0"),
+    ({"top_k": 257}, "`TreeShape.top_k` must be a whole number from 1 to 256, not 257"),
 ])
 def test_a_shape_out_of_range_is_refused_with_the_rule(values: dict[str, int], rule: str) -> None:
     with pytest.raises(UserError, match=rule):

@@ -57,13 +57,14 @@ def test_the_tree_holds_each_heads_likeliest_tokens(target: PreTrainedModel, tra
     model = load_medusa(trained / "draft", target.config)
     draft = MedusaDraft(model)
     features = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
-    draft.observe(torch.tensor([5, 6]), features)
-    tree = draft.propose(7, TreeShape(size=8, depth=6, top_k=1))
+    state = draft.start()
+    state.observe(torch.tensor([5, 6]), features)
+    tree = state.propose(7, TreeShape(size=8, depth=6, top_k=1))
     with torch.no_grad():
         expected = [int(head(model.norm(features[1])).argmax()) for head in model.heads]
     assert tree.tokens.tolist() == [7, *expected]
     assert draft.fused_layers == (7,)
-    assert draft.bytes_read == sum(weight.nbytes for weight in model.parameters())
+    assert state.bytes_read == sum(weight.nbytes for weight in model.parameters())
 
 
 def test_heads_for_another_target_are_refused(trained: Path) -> None:

@@ -10,8 +10,9 @@ from edgexpert.cli.show import print_generation, print_line, print_piece, senten
 from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
-    from edgexpert.runtime.engine import Engine, Prompt
-    from edgexpert.runtime.results import Generation
+    from edgexpert.runtime.engine import Engine
+    from edgexpert.runtime.stream import TextStream
+    from edgexpert.runtime.tokens import Prompt
     from edgexpert.speculation.draft import TreeShape
     from edgexpert.speculation.sampling import SamplingParams
 
@@ -35,7 +36,7 @@ class Conversation:
         self.params = params
         self.shape = shape
         self.messages: list[dict[str, str]] = []
-        self.last: Generation | None = None
+        self.stream: TextStream | None = None  # of the last answer
 
     @property
     def has_template(self) -> bool:
@@ -52,7 +53,7 @@ class Conversation:
         """One turn, printed as it is produced. Ctrl-C ends the answer and keeps what there is."""
         self.messages.append({"role": "user", "content": text})
         try:
-            stream = self.engine.stream(self.prompt, self.params, self.shape, reuse_cache=True)
+            stream = self.engine.stream(self.prompt, self.params, self.shape, after=self.stream)
         except UserError as error:
             self.messages.pop()
             raise UserError(f"{error} (/reset starts over)") from None
@@ -65,7 +66,7 @@ class Conversation:
             pass
         print_piece("\n")
         if produced:
-            self.last = stream.generation
+            self.stream = stream
             self.messages.append({"role": "assistant", "content": produced})
         else:
             self.messages.pop()
@@ -81,9 +82,9 @@ class Conversation:
                 self.engine.set_policy(self.options.policy_named(argument.strip()))
                 print_line(f"From now on: {'; '.join(self.engine.policy.approximations()) or 'nothing approximated'}.")
             case "/stats":
-                if self.last is None:
+                if self.stream is None:
                     raise UserError("there is no answer yet; say something first")
-                print_generation(self.last)
+                print_generation(self.stream.generation)
             case "/help":
                 print_line(HELP)
             case _:

@@ -52,6 +52,8 @@ def check_files(folder: str, json: bool) -> None:
 
 def describe(name: str, loaded: LoadedModel, host: HostedModel, draft: str) -> dict[str, Any]:
     """Facts about a model; bytes are those of its weights in the checkpoint's own dtype."""
+    from edgexpert.policy import Policy
+
     shape = host.blocks[0].shape
     return {
         "model": name,
@@ -68,7 +70,7 @@ def describe(name: str, loaded: LoadedModel, host: HostedModel, draft: str) -> d
         "expert_bytes": shape.expert,
         "expert_bytes_per_token_plain": host.plain_decode_expert_bytes,
         "draft": _try_draft(draft, loaded),
-        "hyperparameters": asdict(host.policy.hyperparameters),
+        "hyperparameters": asdict(host.resolve(Policy()).hyperparameters),
         "hyperparameters_calibrated": host.calibrated is not None,
         "policies": ["exact"] if any(block.form is None for block in host.blocks) else _policies(),
     }

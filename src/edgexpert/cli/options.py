@@ -85,16 +85,11 @@ class Options:
     def load(self) -> Engine:
         """The engine that these options ask for. What can be checked without the model is checked first."""
         policy = self.policy_named(self.policy)
-        import torch
-
         import edgexpert
-        from edgexpert.kernels import native
 
-        if self.threads is not None:
-            native.set_threads(self.threads)
-            torch.set_num_threads(self.threads)
         return edgexpert.load(
-            self.model, draft=self.draft, policy=policy, dtype=self.dtype, device=self.device, encoder=self.encoder
+            self.model, draft=self.draft, policy=policy, dtype=self.dtype, device=self.device, encoder=self.encoder,
+            threads=self.threads,
         )
 
     def policy_named(self, name: str) -> Policy:

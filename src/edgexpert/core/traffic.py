@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
@@ -34,6 +34,11 @@ class Ledger:
     def add(self, phase: Phase, part: Part, count: float) -> None:
         assert count >= 0
         getattr(self, phase)[part] += count
+
+    def add_all(self, phase: Phase, traffic: Mapping[Part, float]) -> None:
+        """What one stage read and wrote."""
+        for part, count in traffic.items():
+            self.add(phase, part, count)
 
     @contextmanager
     def reading(self, phase: Phase, part: Part, reader: Reader) -> Iterator[None]:

@@ -8,6 +8,7 @@ everything off the model is the library's, bit for bit.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +22,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from edgexpert.core.errors import UserError
 from edgexpert.core.plan import LayerPlan
 from edgexpert.core.routing import ChannelSelection, Routing
+from edgexpert.core.shapes import Storage
 from edgexpert.core.stage import Stage
-from edgexpert.core.traffic import Ledger, Phase
+from edgexpert.core.traffic import Part
 from edgexpert.kernels.experts import down_inputs, run_experts
 from edgexpert.kernels.layers import StageRule
 from edgexpert.model.attention import stage_mask, watch_received_attention
@@ -36,19 +38,20 @@ from edgexpert.model.storage import ExpertStatistics, store_experts
 from edgexpert.policy import Hyperparameters, Policy
 
 EXPERTS_IMPLEMENTATION = "edgexpert"
+EXACT = Policy()
 
 
 class HostedModel:
     """Runs stages through a transformers MoE model, deciding every layer by a policy and counting every byte.
 
+    It holds weights and nothing of a text: cache, policy and recorder come with each stage, so that many texts share it. Stages
+    run one at a time; several threads may call.
+
     Attributes:
-        recorder: sees every layer and stage; None for nobody.
-        statistics: how sample text used the experts, for policies that prepare weights by it; see `measure_experts`.
+        statistics: how calibration text used the experts, for policies that prepare weights by it; see `measure_experts`.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, policy: Policy | None = None, calibrated: Hyperparameters | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, calibrated: Hyperparameters | None = None) -> None:
         self.model = model.eval()
         self.calibrated = calibrated
         self.config = model.config.get_text_config()
@@ -60,8 +63,6 @@ class HostedModel:
                 f"the model {model.config.name_or_path or 'at hand'} (model type {self.config.model_type}) has no "
                 "mixture-of-experts layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
             )
-        self.ledger = Ledger()
-        self.recorder: Recorder | None = None
         self.statistics: ExpertStatistics | None = None
         self.sizes = bytes_by_part(model, self.blocks)
         self._cache_argument = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
@@ -73,8 +74,9 @@ class HostedModel:
             block.experts._edgexpert = (self, block)
             self.keep_hook(block.router.register_forward_hook(self._router_hook(block)))
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
-        self.policy = Policy()
-        self.set_policy(policy or Policy())
+        self.lock = threading.RLock()  # held while a stage runs
+        self._weights_for = Policy()  # whose weights the blocks hold
+        self._storage: dict[int, Storage] = {}
 
     @property
     def num_experts(self) -> int:
@@ -89,6 +91,10 @@ class HostedModel:
         return len(decoder_layers(self.model))
 
     @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
     def max_context(self) -> int:
         return int(self.config.max_position_embeddings)
 
@@ -97,8 +103,12 @@ class HostedModel:
         """Expert bytes that plain exact decoding loads for every token."""
         return sum(block.top_k * block.shape.expert for block in self.blocks)
 
-    def set_policy(self, policy: Policy) -> None:
-        """Decides by ``policy`` from the next stage on; its open hyperparameters are chosen for this model."""
+    def resolve(self, policy: Policy) -> Policy:
+        """The policy with its open hyperparameters chosen for this model, ready for `run`.
+
+        Raises:
+            UserError: the policy does not suit this model, or breaks a rule.
+        """
         policy = policy.resolved(
             model_type=self.config.model_type, num_experts=self.num_experts, top_k=self.top_k, calibrated=self.calibrated
         )
@@ -109,17 +119,31 @@ class HostedModel:
             )
         if policy.stores_otherwise and self.statistics is None:
             raise UserError(
-                f"policy {policy.name} prepares the experts' weights by their use on sample text, which was not measured; load "
-                "the model with edgexpert.load, or set host.statistics = measure_experts(host, texts) first"
+                f"policy {policy.name} prepares the experts' weights by their use on calibration text, which was not measured; "
+                "load the model with edgexpert.load, or set host.statistics = measure_experts(host, texts) first"
             )
         if policy.stores_otherwise and self.blocks[0].packed is not None:
             raise UserError(f"policy {policy.name} changes weights, which a packed checkpoint keeps as they are; "
                             "use the checkpoint that it was converted from")
+        return policy
+
+    def storage(self, policy: Policy) -> dict[int, Storage]:
+        """How the policy keeps the experts of each layer; {} for as hosted."""
+        with self.lock:
+            self._hold_weights_for(policy)
+            return self._storage
+
+    def _hold_weights_for(self, policy: Policy) -> None:
+        """Lays the experts' weights out as the policy wants them, where another one ran before."""
+        if policy == self._weights_for:
+            return
+        if policy.stores_otherwise or self._weights_for.stores_otherwise:
+            for block in self.blocks:
+                block.restore()
+            self._storage = store_experts(self.blocks, policy, self.statistics)
         for block in self.blocks:
-            block.restore()
             block.store_channel_major(policy.fine_pruning)
-        self.storage = store_experts(self.blocks, policy, self.statistics)
-        self.policy = policy
+        self._weights_for = policy
 
     def new_cache(self, capacity: int) -> TreeCache:
         return TreeCache(self.layers, capacity)
@@ -132,26 +156,38 @@ class HostedModel:
         """Gives the model back as it was."""
         for hook in self._hooks:
             hook.remove()
+        self._hold_weights_for(EXACT)
         for block in self.blocks:
-            block.restore()
-            block.store_channel_major(False)
             del block.experts._edgexpert
         self.model.set_experts_implementation(self._library_experts)
         return self.model
 
     @torch.no_grad()
-    def run(self, stage: Stage, cache: TreeCache, fused_layers: Sequence[int] = ()) -> StageOutput:
-        """One stage through the model; its keys and values are appended to ``cache``."""
+    def run(
+        self,
+        stage: Stage,
+        cache: TreeCache,
+        policy: Policy = EXACT,
+        fused_layers: Sequence[int] = (),
+        recorder: Recorder | None = None,
+    ) -> StageOutput:
+        """One stage through the model; its keys and values are appended to ``cache``.
+
+        Args:
+            policy: decides the stage; from `resolve`.
+            fused_layers: layers whose inputs are wanted as features.
+            recorder: is told of every layer.
+        """
         assert stage.prefix == cache.length, "the cache holds exactly the tokens before the stage"
-        running, acts = Pass([stage]), self.policy.acts_on(stage)
-        native = self.native if self.recorder is None else None
-        rule = self.policy.stage_rule(stage) if native is not None and acts else None
-        if native is not None and (rule is not None or not acts):
-            logits, features = self._run_natively(native, running, rule, cache, fused_layers)
-        else:
-            logits, features = self._run_library(running, cache, fused_layers)
-        self.count(running, cache)
-        return StageOutput(logits.float(), features if fused_layers else None, running)
+        running, acts = Pass([stage], policy, recorder), policy.acts_on(stage)
+        with self.lock:
+            native = self.native if recorder is None else None
+            rule = policy.stage_rule(stage) if native is not None and acts else None
+            if native is not None and (rule is not None or not acts):
+                logits, features = self._run_natively(native, running, rule, cache, fused_layers)
+            else:
+                logits, features = self._run_library(running, cache, fused_layers)
+        return StageOutput(logits.float(), features if fused_layers else None, self.traffic(running, cache), running)
 
     def _run_natively(
         self, native: NativeModel, running: Pass, rule: StageRule | None, cache: TreeCache, fused_layers: Sequence[int]
@@ -169,9 +205,9 @@ class HostedModel:
         (stage,), device = running.stages, self.model.device
         hooks = [self._fused_hook(layer) for layer in fused_layers]
         mask = stage_mask(stage, self.model, device)
-        self.running = running
+        self.begin(running)
         try:
-            with watch_received_attention(self.model, running.received, stage, self.policy.token_weight == "attention"):
+            with watch_received_attention(self.model, running.received, stage, running.policy.token_weight == "attention"):
                 output = self.model(
                     input_ids=stage.tokens[None].to(device),
                     position_ids=stage.positions[None].to(device),
@@ -181,23 +217,32 @@ class HostedModel:
                     **{self._cache_argument: cache},
                 )
         finally:
-            self.running = None
+            self.end()
             for hook in hooks:
                 hook.remove()
         fused = [running.fused[layer][0] for layer in fused_layers]
         return output.logits[0], torch.cat(fused, dim=-1) if fused else torch.empty(0)
 
-    def count(self, running: Pass, cache: Cache | None) -> None:
-        """Enters a finished pass into the ledger."""
-        phase: Phase = "prefill" if running.stages[0].kind == "prefill" else "decode"
-        add = self.ledger.add
-        add(phase, "experts", running.expert_bytes)
-        for part in ("router", "attention", "shared_experts", "lm_head"):
-            add(phase, part, self.sizes.get(part, 0))
-        for stage in running.stages:
-            add(phase, "embeddings", len(stage.tokens) * embedding_row_bytes(self.model))
-            if cache is not None:  # written once for each new token; read once a stage, the new tokens included
-                add(phase, "kv_cache", bytes_per_token(cache) * (stage.prefix + 2 * len(stage.tokens)))
+    def begin(self, running: Pass) -> None:
+        """From here to `end` the library's modules work for this pass; the caller holds the lock."""
+        self._hold_weights_for(running.policy)
+        self.running = running
+
+    def end(self) -> Pass | None:
+        """The pass that `begin` began, if any."""
+        finished, self.running = self.running, None
+        return finished
+
+    def traffic(self, running: Pass, cache: Cache | None) -> dict[Part, float]:
+        """Bytes of a finished pass by what they were for."""
+        parts: tuple[Part, ...] = ("router", "attention", "shared_experts", "lm_head")
+        read: dict[Part, float] = {part: self.sizes.get(part, 0) for part in parts}
+        read["experts"] = running.expert_bytes
+        read["embeddings"] = sum(len(stage.tokens) for stage in running.stages) * embedding_row_bytes(self.model)
+        if cache is not None:  # written once for each new token; read once a stage, the new tokens included
+            tokens = sum(stage.prefix + 2 * len(stage.tokens) for stage in running.stages)
+            read["kv_cache"] = bytes_per_token(cache) * tokens
+        return read
 
     def _fused_hook(self, layer: int) -> RemovableHandle:
         layers = decoder_layers(self.model)
@@ -217,9 +262,9 @@ class HostedModel:
             logits, weights, experts = output
             exact = Routing(experts, weights, block.num_experts, complete=True)
             running.exact[block.layer] = routing = exact
-            if (self.recorder or not self.policy.is_exact) and block.form is not None:
+            if (running.recorder or not running.policy.is_exact) and block.form is not None:
                 running.scores[block.layer] = scores = block.form.scores(logits)
-                routing = route(self.policy, exact, scores, running.stages)
+                routing = route(running.policy, exact, scores, running.stages)
             running.routings[block.layer] = routing
             return output if routing is exact else (logits, routing.weights.to(weights.dtype), routing.experts)
 
@@ -235,25 +280,25 @@ class HostedModel:
         down_seen: list[Tensor] = []
 
         def select(activations: Tensor) -> ChannelSelection | None:
-            return select_channels(self.policy, activations, routing, running.stages, received)
+            return select_channels(running.policy, activations, routing, running.stages, received)
 
         def select_down(activations: Tensor) -> ChannelSelection | None:
             down_seen.append(activations)
             return select(activations)
 
-        gate_up = select(x[routing.pair_token]) if self.policy.fine_pruning else None
+        gate_up = select(x[routing.pair_token]) if running.policy.fine_pruning else None
         if block.packed is None and gate_up is None and not routing.has_gaps:
             # one product on the same data as the library's where nothing is skipped
-            plan = LayerPlan(block.layer, routing, storage=self.storage.get(block.layer))
+            plan = LayerPlan(block.layer, routing, storage=self._storage.get(block.layer))
             out, read = self._library(block, x, *args, **kwargs), None
         else:
             out, down, read = run_experts(x, routing, block.packed or block.weights(), gate_up, select_down if gate_up else None)
-            plan = LayerPlan(block.layer, routing, gate_up, down, self.storage.get(block.layer))
+            plan = LayerPlan(block.layer, routing, gate_up, down, self._storage.get(block.layer))
         planned = self._take_note(running, block, plan)
         assert read is None or plan.storage is not None or abs(planned - read) < 1, "bytes planned are the bytes read"
-        if self.recorder is not None:
+        if running.recorder is not None:
             (stage,) = running.stages
-            self.recorder.layer(LayerRecord(
+            running.recorder.layer(LayerRecord(
                 stage, plan, running.exact[block.layer], running.scores.get(block.layer), x,
                 lambda: down_seen[0] if down_seen else down_inputs(x, routing, block.packed or block.weights()),
             ))
@@ -263,7 +308,7 @@ class HostedModel:
     def decides_nothing(self) -> bool:
         """Whether the running stage is the router's own business, and nobody looks on: then layers may run in one piece."""
         running = self.running
-        return running is not None and self.recorder is None and not any(self.policy.acts_on(stage) for stage in running.stages)
+        return running is not None and running.recorder is None and not any(running.policy.acts_on(s) for s in running.stages)
 
     def ran_exactly(self, block: MoeBlock, experts: Tensor, weights: Tensor) -> None:
         """Takes note of a layer that ran in one piece."""

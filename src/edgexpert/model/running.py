@@ -13,7 +13,10 @@ from edgexpert.core.plan import LayerPlan
 from edgexpert.core.routing import ChannelSelection, Routing, Scores
 from edgexpert.core.shapes import ExpertShape
 from edgexpert.core.stage import Stage
+from edgexpert.core.traffic import Part
 from edgexpert.kernels.layers import Decisions
+from edgexpert.model.recorder import Recorder
+from edgexpert.policy import Policy
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +77,16 @@ class Pass:
     """What is going through the model right now: one stage, or one for each sequence of a batch, in their order.
 
     Attributes:
+        policy: decides all of them.
+        recorder: is told of every layer; None for nobody.
         choices: of all layers, where they ran in one piece; else each layer adds to the attributes below.
         plans: the decision of each MoE layer, by layer.
         exact: the routing that the router alone gives.
     """
 
     stages: list[Stage]
+    policy: Policy
+    recorder: Recorder | None = None
     choices: StageChoices | None = None
     plans: dict[int, LayerPlan] = field(default_factory=dict)
     exact: dict[int, Routing] = field(default_factory=dict)
@@ -97,10 +104,12 @@ class StageOutput:
     Attributes:
         logits: float [T, V]; of a prefill stage only the last token's, [1, V].
         features: inputs of the fused layers, concatenated, [T, n * H]; None when none were asked for.
+        traffic: bytes that the stage read and wrote, by what they were for.
     """
 
     logits: Tensor
     features: Tensor | None
+    traffic: dict[Part, float]
     finished: Pass
 
     @property

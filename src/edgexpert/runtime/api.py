@@ -7,12 +7,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.core.errors import UserError
 from edgexpert.encoder.encoder import ImportanceEncoder
-from edgexpert.model.attach import attach_policy
+from edgexpert.kernels import native
+from edgexpert.model.attach import AttachedPolicy
 from edgexpert.model.calibrated import read_calibrated
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
@@ -30,6 +32,7 @@ def load(
     dtype: str = "float32",
     device: str = "cpu",
     encoder: str | None = None,
+    threads: int | None = None,
     **overrides: Any,
 ) -> Engine:
     """An engine that answers prompts.
@@ -42,19 +45,26 @@ def load(
         policy: a policy's name, or the policy itself.
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's own).
         encoder: folder or Hub name of a BERT-like encoder for prompt-wise reuse; the bundled MiniLM by default.
+        threads: that compute, in this process from now on; one for each processor unless given.
         overrides: fields of `Policy`, such as ``fine_pruning=False`` or ``selection_ratio=0.5``.
 
     Raises:
         UserError: something cannot be had or does not fit; its text says what to do.
     """
+    for option, value in (("model", model), ("draft", draft), ("dtype", dtype), ("device", device)):
+        if not isinstance(value, str):
+            raise UserError(f"`{option}` must be a name, not {value!r}")
     chosen = _policy(policy, overrides)
+    if threads is not None:
+        native.set_threads(threads)
+        torch.set_num_threads(threads)
     loaded = load_model(model, dtype=dtype, device=device)
     host = HostedModel(loaded.model, calibrated=read_calibrated(loaded.folder))
     drafting, notes = load_draft(draft, loaded.model, loaded.tokenizer, loaded.folder)
     weigher = ImportanceEncoder.from_pretrained(encoder) if encoder else None
-    engine = Engine(host, loaded.tokenizer, name=model, draft=drafting, encoder=weigher, notes=[*loaded.notes, *notes])
-    engine.set_policy(chosen)
-    return engine
+    return Engine(
+        host, loaded.tokenizer, name=model, policy=chosen, draft=drafting, encoder=weigher, notes=[*loaded.notes, *notes]
+    )
 
 
 def attach(
@@ -64,13 +74,13 @@ def attach(
     tokenizer: PreTrainedTokenizerBase | None = None,
     encoder: ImportanceEncoder | None = None,
     **overrides: Any,
-) -> HostedModel:
+) -> AttachedPolicy:
     """Puts a policy onto a transformers model, so that `model.generate` and evaluation harnesses run through it.
 
     Args:
         tokenizer: the model's; loaded from the model's own folder or Hub name when left out. Prompt-wise reuse needs it.
 
-    Returns the host: its ``ledger`` counts the traffic, its ``detach()`` undoes everything.
+    Returns what is attached: its ``ledger`` counts the traffic, its ``detach()`` undoes everything.
     """
     chosen = _policy(policy, overrides)
     if chosen.prompt_wise_expert_reuse:
@@ -82,11 +92,13 @@ def attach(
         return chosen.weigh_prompt(encoder.weigh(*text_and_offsets(tokenizer, ids)))
 
     folder = Path(model.config.name_or_path)
-    return attach_policy(model, chosen, weigh, read_calibrated(folder if folder.is_dir() else None))
+    return AttachedPolicy(HostedModel(model, read_calibrated(folder if folder.is_dir() else None)), chosen, weigh)
 
 
 def _policy(policy: str | Policy, overrides: dict[str, Any]) -> Policy:
     chosen = policy_named(policy) if isinstance(policy, str) else policy
+    if not isinstance(chosen, Policy):
+        raise UserError(f"`policy` must be a policy or the name of one, not {policy!r}")
     unknown = sorted(overrides.keys() - {field.name for field in fields(Policy)})
     if unknown:
         raise UserError(f"a policy has no setting {unknown[0]!r}; it has {', '.join(f.name for f in fields(Policy))}")

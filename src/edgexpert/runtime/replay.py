@@ -7,17 +7,47 @@ anything here, and every result says so.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from edgexpert.core.errors import UserError
-from edgexpert.core.stage import Stage, TokenTree
-from edgexpert.model.storage import calibration_text
+from edgexpert.core.stage import TokenTree
+from edgexpert.model.measure import calibration_text
 from edgexpert.runtime.engine import Engine
-from edgexpert.runtime.results import Generation, Timing
+from edgexpert.runtime.results import Generation
 from edgexpert.speculation.draft import TreeShape
+from edgexpert.speculation.sampling import SamplingParams
+
+
+class ReplayVerifier:
+    """Accepts the recorded ``text`` at a given length a stage. A tree that is too shallow owes tokens, which later ones bring."""
+
+    def __init__(self, text: Sequence[int], acceptance: float) -> None:
+        self._text, self._acceptance = text, acceptance
+        self._owed = 0.0
+        self._path = [0]
+        self.done = 1  # tokens of the text that are out
+
+    def begin(self, logits: Tensor, context: Sequence[int]) -> int:
+        return self._text[0]
+
+    def extend(self, tree: TokenTree) -> TokenTree:
+        self._owed += self._acceptance - 1
+        left = len(self._text) - self.done - 1
+        accepted = min(int(self._owed + 1e-9), int(tree.depth.max()), left)
+        self._owed -= accepted
+        if self._owed > 3 * self._acceptance + 3:
+            raise UserError(f"the drafted trees are too shallow for an acceptance length of {self._acceptance}; give a draft, "
+                            "and larger trees")
+        tree, self._path = relabelled(tree, self._text[self.done : self.done + accepted])
+        return tree
+
+    def accept(self, tree: TokenTree, logits: Tensor, context: Sequence[int]) -> tuple[list[int], int]:
+        self.done += len(self._path)
+        return self._path, self._text[self.done - 1]
 
 
 def replay(engine: Engine, prompt: Sequence[int], text: Sequence[int], acceptance: float, shape: TreeShape) -> Generation:
@@ -29,34 +59,16 @@ def replay(engine: Engine, prompt: Sequence[int], text: Sequence[int], acceptanc
     if not 1 <= acceptance <= shape.depth + 1:
         raise UserError(f"an acceptance length of {acceptance} needs a tree of that depth less one; give one from 1 to "
                         f"{shape.depth + 1}, or a larger `TreeShape.depth`")
-    started = time.perf_counter()
-    run, _ = engine.prefill(prompt, len(text) + shape.size)
-    run.committed.append(text[0])
-    first, done, owed = time.perf_counter(), 1, 0.0
-    while True:
-        owed += acceptance - 1  # what a shallow tree cannot bring, later ones do
-        tree = engine.propose(run, shape)
-        accepted = min(int(owed + 1e-9), int(tree.depth.max()))
-        if done + accepted >= len(text):
-            break
-        owed -= accepted
-        if owed > 3 * acceptance + 3:
-            raise UserError(f"the drafted trees are too shallow for an acceptance length of {acceptance}; give a draft, and "
-                            "larger trees")
-        tree, path = relabelled(tree, text[done : done + accepted])
-        stage = Stage.verify(tree, run.cache.length)
-        output = engine.run_stage(stage, run)
-        done += len(engine.commit(run, stage, path, output, text[done + accepted]))
-        run.speculation.record(tree.candidates, accepted, accepted + 1)
-    ended = time.perf_counter()
-    timing = Timing(ttft_s=first - started, total_s=ended - started, tpot_s=(ended - first) / max(1, done - 1))
-    result = engine.result(run, prompt, list(text[:done]), "", "replayed", timing)
-    result.notes = [*result.notes, f"replayed: {acceptance} tokens of a recorded text a stage; only time and bytes count"]
-    return result
+    params = SamplingParams(max_new_tokens=len(text), ignore_eos=True)
+    stream = engine.stream(prompt, params, shape, verifier=ReplayVerifier(text, acceptance))
+    for _ in stream:
+        pass
+    note = f"replayed: {acceptance} tokens of a recorded text a stage; only time and bytes count"
+    return replace(stream.generation, text="", finish="replayed", notes=[*engine.notes, note])
 
 
 def recorded_tokens(engine: Engine, count: int) -> list[int]:
-    """The first ``count`` tokens of the recorded text: the package's sample text, again and again."""
+    """The first ``count`` tokens of the recorded text: the package's calibration text, again and again."""
     ids = engine.encode(" ".join(calibration_text()))
     return (ids * (count // len(ids) + 1))[:count]
 

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from edgexpert.core.traffic import Ledger, Part
+from edgexpert.speculation.sampling import SamplingParams, TokenLogprob
 
 
 @dataclass
 class Timing:
-    """Seconds. ``tpot_s`` is the mean over the tokens after the first; None when there is only one."""
+    """Seconds since the text began.
 
-    ttft_s: float = 0.0
+    Attributes:
+        total_s: until the last token.
+        token_s: until each token was there; the tokens of one stage come together.
+    """
+
     total_s: float = 0.0
-    tpot_s: float | None = None
+    token_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        """Until the first token."""
+        return self.token_s[0] if self.token_s else self.total_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean over the tokens after the first; None when there is only one."""
+        return (self.total_s - self.ttft_s) / (len(self.token_s) - 1) if len(self.token_s) > 1 else None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ttft_s": self.ttft_s, "total_s": self.total_s, "tpot_s": self.tpot_s, "token_s": self.token_s}
 
 
 @dataclass
@@ -57,6 +75,8 @@ class Generation:
         prompt_tokens_cached: how many of them were in the cache, since the text before began with them too.
         token_ids: new tokens, an end-of-sequence token included if one was emitted.
         finish: why it ended: ``length``, ``eos``, ``stop`` or ``interrupted``.
+        sampling: how tokens were picked.
+        logprobs: of the new tokens, where `SamplingParams.logprobs` asks for them.
         expert_bytes_plain: expert bytes that plain exact decoding loads for every token of this model.
         expert_bytes_exact_prefill: expert bytes that the router alone would have loaded in prefill, for the same states.
         experts_per_layer_per_stage: mean number of experts that an MoE layer loaded in a verify stage.
@@ -70,6 +90,7 @@ class Generation:
     model: str
     draft: str
     policy: dict[str, Any]
+    sampling: SamplingParams
     timing: Timing
     speculation: Speculation
     traffic: Ledger
@@ -77,6 +98,7 @@ class Generation:
     expert_bytes_exact_prefill: float
     experts_per_layer_per_stage: float | None
     approximations: list[str]
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -105,7 +127,8 @@ class Generation:
             "policy": self.policy,
             "model": self.model,
             "draft": self.draft,
-            "timing": vars(self.timing),
+            "sampling": asdict(self.sampling),
+            "timing": self.timing.to_json(),
             "speculation": {
                 "stages": self.speculation.stages,
                 "acceptance_length": self.speculation.acceptance_length,
@@ -118,6 +141,7 @@ class Generation:
             "expert_bytes_exact_prefill": self.expert_bytes_exact_prefill,
             "experts_per_layer_per_stage": self.experts_per_layer_per_stage,
             "approximations": self.approximations,
+            "logprobs": [asdict(logprob) for logprob in self.logprobs],
             "notes": self.notes,
         }
 

@@ -1,127 +1,170 @@
-"""One text while it is being produced, piece by piece."""
+"""One text while it is decoded: all state that belongs to it, and the loop that every way of decoding runs.
+
+    prompt -> prefill stage -> first token
+    step: draft proposes a tree below the last token -> verify stage -> accepted path + next token
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from edgexpert.core.traffic import Ledger
+import torch
+from torch import Tensor
+
+from edgexpert.core.errors import UserError
+from edgexpert.core.stage import Stage, TokenTree
+from edgexpert.core.traffic import Ledger, Phase
 from edgexpert.model.cache import TreeCache
-from edgexpert.runtime.results import Generation, Speculation, Timing
-from edgexpert.speculation.draft import TreeShape
-from edgexpert.speculation.sampling import Sampler, SamplingParams
+from edgexpert.model.finite import explain_not_finite
+from edgexpert.model.host import HostedModel
+from edgexpert.model.recorder import Recorder
+from edgexpert.model.running import StageOutput
+from edgexpert.policy import Policy
+from edgexpert.runtime.results import Speculation
+from edgexpert.speculation.draft import Draft, DraftState, TreeShape
+from edgexpert.speculation.verify import Verifier
 
-if TYPE_CHECKING:
-    from edgexpert.runtime.engine import Engine
+Weigh = Callable[[Sequence[int]], tuple[Tensor, float]]
+"""CLS attention that each token of a prompt receives, float32 [T], and the bytes that were read to know it."""
 
 
-@dataclass
-class Run:
-    """State of one text while it is being decoded."""
+class Session:
+    """One text: its cache, ledger, policy, draft state and recorder. What it shares with others are weights alone.
 
-    cache: TreeCache
-    committed: list[int]  # tokens in the cache, and the root behind them
-    ledger: Ledger
-    speculation: Speculation = field(default_factory=Speculation)
-    prompt_tokens_cached: int = 0
-    exact_prefill_experts: float = 0.0
-    experts_loaded: int = 0
+    Sessions of one engine can be advanced in turns and from several threads; each gives what it would give alone.
+
+    Attributes:
+        policy: resolved for the model; decides all stages of this text.
+        committed: tokens in the cache, and behind them the root of the next tree.
+        prompt_tokens_cached: how many tokens of the prompt came from another session's cache.
+        exact_prefill_experts: expert bytes that the router alone would have loaded in prefill.
+        experts_loaded: experts that the MoE layers loaded in verify stages, all together.
+    """
+
+    def __init__(
+        self, host: HostedModel, policy: Policy, draft: Draft | None, tree: TreeShape, weigh: Weigh,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.host, self.policy, self.draft, self.tree, self.recorder = host, policy, draft, tree, recorder
+        self.ledger, self.speculation = Ledger(), Speculation()
+        self.committed: list[int] = []
+        self.prompt_tokens_cached = 0
+        self.exact_prefill_experts = 0.0
+        self.experts_loaded = 0
+        self._weigh = weigh
+        self._whole = False  # not in the middle of a stage, where it may have been interrupted
+        self._state: DraftState | None = None if draft is None else draft.start()
+        self._cache: TreeCache = host.new_cache(0)
 
     @property
-    def root(self) -> int:
-        return self.committed[-1]
+    def experts_per_layer_per_stage(self) -> float | None:
+        """Mean number of experts that an MoE layer loaded in a verify stage; None before the first."""
+        layers = len(self.host.blocks) * self.speculation.stages
+        return self.experts_loaded / layers if layers else None
 
-    def begin_like(self, earlier: Run, ids: Sequence[int]) -> None:
-        """Takes what the prompt ``ids`` has in common with an earlier text from that one's cache.
+    def begin(self, verifier: Verifier, ids: Sequence[int], new: int, after: Session | None = None) -> int:
+        """Runs a prompt. Returns the first token, which is the root of the first tree.
+
+        Args:
+            new: tokens that will follow.
+            after: what the prompt has in common with this session's text is taken from its cache, if policy and draft are the
+                same. Prompt-wise expert reuse weighs the others within the whole prompt; those in the cache stay as they were
+                computed.
+        """
+        room = 0 if self.draft is None else self.tree.size + self.tree.depth + 1  # forced decoding adds a path to a full tree
+        self._cache = self.host.new_cache(len(ids) + new + room)
+        if after is not None and (after.policy, after.draft) == (self.policy, self.draft):
+            self._begin_like(after, ids)
+        cached = self.prompt_tokens_cached
+        stage = Stage.prefill(torch.tensor(ids[cached:]), cached, self._importance(ids, cached))
+        output = self._run(stage)
+        if self.recorder is not None:
+            self.recorder.stage(stage, (), 1, 0)
+        pairs = zip(output.exact, self.host.blocks, strict=True)
+        self.exact_prefill_experts = sum(exact.count * block.shape.expert for exact, block in pairs)
+        self._observe("prefill", stage.tokens, output.features)
+        self._check_finite(output.logits[-1:])
+        first = verifier.begin(output.logits[-1], ids)
+        self.committed, self._whole = [*ids, first], True
+        return first
+
+    def _begin_like(self, earlier: Session, ids: Sequence[int]) -> None:
+        """Takes over what the prompt has in common with an earlier text.
 
         One token fewer than they have in common: the last one is run again, to have its logits, and so that the draft meets
         it together with the target's features.
         """
+        if not earlier._whole:
+            return
         pairs = zip(ids, earlier.committed, strict=False)
         common = next((i for i, (new, old) in enumerate(pairs) if new != old), min(len(ids), len(earlier.committed)))
-        self.prompt_tokens_cached = max(0, common - 1)
-        self.cache.take(earlier.cache, self.prompt_tokens_cached)
+        cached = self.prompt_tokens_cached = max(0, common - 1)
+        self._cache.take(earlier._cache, cached)
+        if earlier._state is not None and cached:
+            self._state = earlier._state.fork(cached)
 
+    def _importance(self, ids: Sequence[int], cached: int) -> Tensor | None:
+        """Importance of the prompt's tokens behind the cached ones, for a policy that needs it, and for the replay of any."""
+        needed = self.policy.prompt_wise_expert_reuse
+        if not needed and self.recorder is None:
+            return None
+        attention, read = self._weigh(ids)
+        if needed:
+            self.ledger.add("prefill", "encoder", read)
+        return self.policy.weigh_prompt(attention)[cached:]
 
-class TextStream:
-    """Iterates over the text as it is produced; ``generation`` holds the result so far, also after an interruption."""
+    def propose(self) -> TokenTree:
+        """A tree below the last token, no larger than the cache has room for."""
+        room = self._cache.capacity - self._cache.length - 1
+        root = self.committed[-1]
+        if self._state is None or min(self.tree.size, room) < 1:
+            return TokenTree.of_root(root)
+        with self.ledger.reading("decode", "draft", self._state):
+            return self._state.propose(root, replace(self.tree, size=min(self.tree.size, room)))
 
-    def __init__(self, engine: Engine, ids: list[int], params: SamplingParams, shape: TreeShape,
-                 reuse_cache: bool = False) -> None:
-        self._reuse_cache = reuse_cache
-        self._engine, self._ids, self._params, self._shape = engine, ids, params, shape
-        self._started = time.perf_counter()
-        self._first: float | None = None
-        self._new: list[int] = []
-        self._text = ""
-        self._finish = "interrupted"
-        self._ended: float | None = None
-        self._run: Run | None = None
-        self._pieces = self._produce()
+    def step(self, verifier: Verifier) -> list[int]:
+        """One verify stage: drafts, verifies, commits. Returns the tokens that it emits, at least one."""
+        self._whole = False
+        drafted = self.propose()
+        tree = verifier.extend(drafted)
+        stage = Stage.verify(tree, self._cache.length)
+        output = self._run(stage)
+        self.experts_loaded += output.experts_loaded
+        path, next_token = verifier.accept(tree, output.logits, self.committed)
+        new = self._commit(stage, path, output, next_token)
+        accepted = sum(node < len(drafted) for node in path) - 1
+        self.speculation.record(drafted.candidates, accepted, accepted + 1)
+        self._whole = True
+        return new
 
-    def __iter__(self) -> Iterator[str]:
-        return self._pieces
+    def _run(self, stage: Stage) -> StageOutput:
+        """One stage through the target, with the features that the draft wants."""
+        fused = self.draft.fused_layers if self.draft is not None else ()
+        output = self.host.run(stage, self._cache, self.policy, fused, self.recorder)
+        self.ledger.add_all("prefill" if stage.tree is None else "decode", output.traffic)
+        return output
 
-    @property
-    def started(self) -> bool:
-        """Whether there is anything to tell yet: the prompt has gone through."""
-        return self._first is not None
+    def _commit(self, stage: Stage, path: Sequence[int], output: StageOutput, next_token: int) -> list[int]:
+        """Keeps an accepted path (nodes, the root first) and makes ``next_token`` the new root. Returns the new tokens."""
+        tree, nodes = stage.tree, torch.tensor(path)
+        assert tree is not None
+        self._check_finite(output.logits[nodes])
+        self._cache.keep(len(self.committed) - 1, path)
+        self._observe("decode", tree.tokens[nodes], None if output.features is None else output.features[nodes])
+        new = [*tree.tokens[nodes[1:]].tolist(), next_token]
+        self.committed += new
+        if self.recorder is not None:
+            reads = self._state is not None and self._state.bytes_read > 0
+            self.recorder.stage(stage, path, len(new), int(tree.depth.max()) if reads else 0)  # a pass for each level
+        return new
 
-    @property
-    def generation(self) -> Generation:
-        assert self._run is not None, "nothing has been produced yet"
-        now = self._ended or time.perf_counter()
-        first = self._first if self._first is not None else now
-        timing = Timing(ttft_s=first - self._started, total_s=now - self._started)
-        if len(self._new) > 1:
-            timing.tpot_s = (now - first) / (len(self._new) - 1)
-        return self._engine.result(self._run, self._ids, self._new, self._text, self._finish, timing)
+    def _check_finite(self, logits: Tensor) -> None:
+        if not (logits.amax(1) < torch.inf).all():  # also false for NaN
+            raise UserError(explain_not_finite(self.host))
 
-    def _produce(self) -> Iterator[str]:
-        engine, params = self._engine, self._params
-        sampler = Sampler(params)
-        self._run, logits = engine.prefill(self._ids, params.max_new_tokens + self._shape.size, self._reuse_cache)
-        run = self._run
-        token = sampler.pick(logits, run.committed, len(run.committed))
-        run.committed.append(token)
-        self._first = time.perf_counter()
-        emitted = [token]
-        while True:
-            yield from self._take(emitted)
-            if self._finish != "interrupted":
-                self._ended = time.perf_counter()
-                if self._reuse_cache:
-                    engine.keep(run)
-                return
-            emitted = engine.decode_stage(run, self._shape, sampler)
-
-    def _take(self, emitted: list[int]) -> Iterator[str]:
-        """Appends tokens up to the first reason to end, and yields the text that is certain by now."""
-        params, ends = self._params, self._engine.end_of_sequence
-        for token in emitted:
-            self._new.append(token)
-            if token in ends and not params.ignore_eos:
-                self._finish = "eos"
-                break
-            if len(self._new) == params.max_new_tokens:
-                self._finish = "length"
-                break
-            if params.stop and any(s in self._decode() for s in params.stop):
-                self._finish = "stop"
-                break
-        text = self._decode()
-        stops = [text.index(s) for s in params.stop if s in text]
-        if stops:
-            text, self._finish = text[: min(stops)], "stop"
-        if self._finish == "interrupted":
-            # the last bytes may be half a character, or the beginning of a stop string
-            held = max((n for s in params.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-            text = text[: len(text) - held].rstrip("\ufffd")
-        piece, self._text = text[len(self._text) :], text
-        if piece:
-            yield piece
-
-    def _decode(self) -> str:
-        return self._engine.tokenizer.decode(self._new, skip_special_tokens=True)
+    def _observe(self, phase: Phase, tokens: Tensor, features: Tensor | None) -> None:
+        """Shows the draft what entered the target's cache."""
+        if self._state is not None:
+            with self.ledger.reading(phase, "draft", self._state):
+                self._state.observe(tokens, features)

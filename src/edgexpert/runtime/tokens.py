@@ -5,28 +5,60 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from jinja2 import TemplateError
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.core.errors import UserError
 
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+Prompt = str | Sequence[int] | Tensor | np.ndarray | Sequence[dict[str, str]]
 """Text, token ids, or chat messages."""
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, model: str) -> list[int]:
-    """Token ids of a prompt; ``model`` is named where the prompt does not suit it."""
+def is_batch(prompt: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is a list of prompts."""
+    kinds = str | list | tuple | Tensor | np.ndarray
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], kinds)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, model: str, vocab_size: int) -> list[int]:
+    """Token ids of a prompt; ``model`` is named where the prompt does not suit it.
+
+    Raises:
+        UserError: the prompt is of no known kind, has no tokens, or tokens that the model does not have.
+    """
     if isinstance(prompt, str):
         if not prompt.strip():
             raise UserError("the prompt is empty; give some text to go on from")
-        return list(tokenizer(prompt)["input_ids"])
-    if not prompt:
-        raise UserError("the prompt is empty; give at least one token or message")
+        return _checked(tokenizer(prompt)["input_ids"], model, vocab_size)
+    if isinstance(prompt, Tensor | np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise UserError(f"a prompt must be text, token ids or chat messages, not {type(prompt).__name__}")
     items: list[Any] = list(prompt)
+    if not items:
+        raise UserError("the prompt is empty; give at least one token or message")
     if isinstance(items[0], int):
-        return items
+        return _checked(items, model, vocab_size)
+    if not all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in items):
+        raise UserError('chat messages must be objects with a "role" and a "content", and token ids whole numbers')
     if tokenizer.chat_template is None:
         raise UserError(f"the model {model} has no chat template, so it cannot take messages; give plain text instead")
-    return list(tokenizer.apply_chat_template(items, add_generation_prompt=True, return_dict=True)["input_ids"])
+    try:
+        encoded = tokenizer.apply_chat_template(items, add_generation_prompt=True, return_dict=True)
+    except (TemplateError, KeyError, TypeError) as error:
+        raise UserError(f"the chat template of {model} does not take these messages ({error})") from error
+    return _checked(encoded["input_ids"], model, vocab_size)
+
+
+def _checked(ids: Sequence[int], model: str, vocab_size: int) -> list[int]:
+    if not ids:
+        raise UserError("the prompt has no token that the model knows; give some text to go on from")
+    for token in ids:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise UserError(f"the model {model} has no token {token!r}; its ids are from 0 to {vocab_size - 1}")
+    return list(ids)
 
 
 def text_and_offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -38,7 +39,7 @@ def load_causal_draft(name: str | Path, tokenizer: PreTrainedTokenizerBase, voca
 
 
 class CausalDraft:
-    """Drafts with a causal language model. Its cache holds committed tokens; those of a tree last for one tree.
+    """Drafts with a causal language model.
 
     Args:
         vocab_size: the target's; token ids from there on, which some models have as padding, are never drafted.
@@ -52,25 +53,44 @@ class CausalDraft:
             raise UserError("a recurrent model cannot take back drafted tokens; give a draft with attention alone")
         self.model = model
         self.vocab_size = vocab_size
-        self.bytes_read = 0.0
         weights = sum(weight.nbytes for weight in model.parameters())  # tied weights come once
         embedding = model.get_input_embeddings().weight
         assert isinstance(embedding, Tensor)
         tied = model.config.tie_word_embeddings  # then the head reads them all
         self._row_bytes = 0 if tied else embedding[0].nbytes
         self._step_bytes = weights - (0 if tied else embedding.nbytes)
-        self.reset()
 
-    def reset(self) -> None:
-        """Forgets the text."""
+    def start(self) -> CausalState:
+        """The state of a text that begins."""
+        return CausalState(self)
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, float]:
+        """Logits [n, V] of tokens [n] that see, by ``mask`` [n, cached + n], the cache and one another; and the bytes read."""
+        bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
+        bias.masked_fill_(~mask, torch.finfo(bias.dtype).min)
+        out = self.model(input_ids=tokens[None], position_ids=positions[None], attention_mask=bias[None, None],
+                         cache=cache, use_cache=True)
+        logits: Tensor = out.logits[0, :, :self.vocab_size]
+        return logits, self._step_bytes + len(set(tokens.tolist())) * self._row_bytes
+
+
+class CausalState:
+    """Cache of one text. It holds committed tokens; those of a tree last for one tree."""
+
+    def __init__(self, draft: CausalDraft) -> None:
+        self._draft, self.bytes_read = draft, 0.0
         self._cache = DynamicCache()
         self._tokens: list[int] = []  # observed, not in the cache yet
 
-    def crop(self, length: int) -> None:
-        """Forgets all but the first ``length`` tokens."""
-        cached = self._cache.get_seq_length()
-        self._cache.crop(min(length - cached, 0))  # transformers wants how many to drop, negative
-        self._tokens = self._tokens[: max(length - cached, 0)]
+    def fork(self, length: int) -> CausalState:
+        """The state of a text that begins with the first ``length`` tokens of this one."""
+        other, cached = CausalState(self._draft), self._cache.get_seq_length()
+        other._cache, other._tokens = deepcopy(self._cache), self._tokens[: max(length - cached, 0)]
+        other._crop(length)
+        return other
+
+    def _crop(self, length: int) -> None:
+        self._cache.crop(min(length - self._cache.get_seq_length(), 0))  # transformers wants how many to drop, negative
 
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n]."""
@@ -79,7 +99,7 @@ class CausalDraft:
     @torch.no_grad()
     def propose(self, root: int, shape: TreeShape) -> TokenTree:
         """A tree of at most ``shape.size`` candidates below ``root``."""
-        device = self.model.device
+        device = self._draft.model.device
         start = self._cache.get_seq_length()
         committed = start + len(self._tokens)
         tokens = torch.tensor([*self._tokens, root], device=device)
@@ -101,15 +121,11 @@ class CausalDraft:
             return top_log_probs(logits, shape.top_k)
 
         tree = build_tree(root, expand, shape)
-        self.crop(committed)
+        self._crop(committed)
         return tree
 
     def _forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        """Logits [n, V] of tokens [n] that see, by ``mask`` [n, cached + n], the cache and one another."""
-        self.bytes_read += self._step_bytes + len(set(tokens.tolist())) * self._row_bytes
-        bias = torch.zeros(mask.shape, dtype=self.model.dtype, device=mask.device)
-        bias.masked_fill_(~mask, torch.finfo(bias.dtype).min)
-        out = self.model(input_ids=tokens[None], position_ids=positions[None], attention_mask=bias[None, None],
-                         cache=self._cache, use_cache=True)
-        logits: Tensor = out.logits[0, :, :self.vocab_size]
+        logits, read = self._draft.forward(tokens, positions, mask, self._cache)
+        self.bytes_read += read
         return logits
+

@@ -24,7 +24,7 @@ class TreeShape:
         top_k: children of a candidate; 1 gives a chain.
 
     Raises:
-        UserError: a value is out of its range.
+        UserError: a value is no whole number, or out of its range.
     """
 
     size: int = 64
@@ -34,17 +34,32 @@ class TreeShape:
     def __post_init__(self) -> None:
         for name, (least, most) in TREE_LIMITS.items():
             value = getattr(self, name)
-            if not least <= value <= most:
-                raise UserError(f"`TreeShape.{name}` must be from {least} to {most}, not {value}")
+            if not isinstance(value, int) or not least <= value <= most:
+                raise UserError(f"`TreeShape.{name}` must be a whole number from {least} to {most}, not {value!r}")
+
+
+class DraftState(Protocol):
+    """What a draft knows of one text.
+
+    The engine alternately calls `observe` (the tokens that entered the target's cache, each with its fused features) and
+    `propose` (for the token that was sampled last and is not in the cache yet).
+    """
+
+    bytes_read: float
+    """Weight bytes that were read for this text; the engine takes differences."""
+
+    def observe(self, tokens: Tensor, features: Tensor | None) -> None:
+        """Takes in committed tokens, int64 [n], with target features [n, len(fused_layers) * H] (None without layers)."""
+
+    def propose(self, root: int, shape: TreeShape) -> TokenTree:
+        """A tree of at most ``shape.size`` candidates below ``root``."""
+
+    def fork(self, length: int) -> DraftState:
+        """The state of another text that has the first ``length`` tokens and the one behind them in common with this one."""
 
 
 class Draft(Protocol):
-    """Proposes candidate tokens.
-
-    For each text the engine first calls `reset`, or `crop` where it begins like the last one, then alternately
-    `observe` (the tokens that entered the target's cache, each with its fused features) and `propose` (for the token that was
-    sampled last and is not in the cache yet).
-    """
+    """Proposes candidate tokens. It holds weights alone; `start` gives the state of a text."""
 
     name: str
     """How results name this draft, e.g. ``eagle3``."""
@@ -52,17 +67,5 @@ class Draft(Protocol):
     fused_layers: tuple[int, ...]
     """Target layers whose *input* (the residual stream before the layer, not normed) are the features; () for none."""
 
-    bytes_read: float
-    """Weight bytes that this draft has read since it was made; the engine takes differences."""
-
-    def reset(self) -> None:
-        """Forgets the text."""
-
-    def crop(self, length: int) -> None:
-        """Forgets the text but for its first ``length`` tokens. The token behind them will be the same one again."""
-
-    def observe(self, tokens: Tensor, features: Tensor | None) -> None:
-        """Takes in committed tokens, int64 [n], with target features [n, len(fused_layers) * H] (None without layers)."""
-
-    def propose(self, root: int, shape: TreeShape) -> TokenTree:
-        """A tree of at most ``shape.size`` candidates below ``root``."""
+    def start(self) -> DraftState:
+        """The state of a text that begins."""

@@ -15,42 +15,49 @@ from edgexpert.speculation.tree import Level, build_tree
 
 
 class Eagle3Draft:
-    """Drafts with an `Eagle3Model`.
-
-    The feature of position t goes in together with token t + 1. Keys and values that stay come from the target's features
-    alone; those of drafted tokens, which rest on the draft's own states, last for one tree.
-    """
+    """Drafts with an `Eagle3Model`."""
 
     name = "eagle3"
 
     def __init__(self, model: Eagle3Model) -> None:
         self.model = model
-        self._run = step_of(model)
+        self.step = step_of(model)
         self.fused_layers: tuple[int, ...] = model.config.fused_layers
-        self.bytes_read = 0.0
         size = {name: sum(weight.nbytes for _, weight in weights_of(part)) for name, part in model.named_children()}
-        self._fuse_bytes = sum(size.get(name, 0) for name in ("input_norm", "fc_norm", "fc"))
-        self._step_bytes = size["midlayer"]
-        self._head_bytes = size["norm"] + size["lm_head"]
-        self.reset()
+        self.fuse_bytes = sum(size.get(name, 0) for name in ("input_norm", "fc_norm", "fc"))
+        self.step_bytes = size["midlayer"]
+        self.head_bytes = size["norm"] + size["lm_head"]
 
     @property
     def is_native(self) -> bool:
         """Whether the layer runs in one compiled call."""
-        return isinstance(self._run, NativeStep)
+        return isinstance(self.step, NativeStep)
 
-    def reset(self) -> None:
-        """Forgets the text."""
-        config, weight = self.model.config, self.model.norm.weight
+    def start(self) -> Eagle3State:
+        """The state of a text that begins."""
+        return Eagle3State(self)
+
+
+class Eagle3State:
+    """What the draft knows of one text.
+
+    The feature of position t goes in together with token t + 1. Keys and values that stay come from the target's features
+    alone; those of drafted tokens, which rest on the draft's own states, last for one tree.
+    """
+
+    def __init__(self, draft: Eagle3Draft) -> None:
+        self._draft, self.bytes_read = draft, 0.0
+        config, weight = draft.model.config, draft.model.norm.weight
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)  # observed, not in the cache yet
         self._hidden = weight.new_empty(0, config.hidden_size)  # their fused features
         self._cache = DraftCache(config, weight)
 
-    def crop(self, length: int) -> None:
-        """Forgets all but the first ``length`` tokens; the last of them was paired with the token that comes again."""
-        pending = max(length - self._cache.length, 0)
-        self._cache.length = min(self._cache.length, length)
-        self._tokens, self._hidden = self._tokens[:pending], self._hidden[:pending]
+    def fork(self, length: int) -> Eagle3State:
+        """The first ``length`` tokens' state; the last of them was paired with the token that the texts have in common, too."""
+        other, pending = Eagle3State(self._draft), max(length - self._cache.length, 0)
+        other._cache.take(self._cache, min(self._cache.length, length))
+        other._tokens, other._hidden = self._tokens[:pending], self._hidden[:pending]
+        return other
 
     @torch.no_grad()
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
@@ -58,8 +65,8 @@ class Eagle3Draft:
         assert features is not None
         assert len(tokens) == len(features)
         self._tokens = torch.cat([self._tokens, tokens.to(self._tokens)])
-        self._hidden = torch.cat([self._hidden, self.model.fuse(features.to(self._hidden))])
-        self.bytes_read += self._fuse_bytes
+        self._hidden = torch.cat([self._hidden, self._draft.model.fuse(features.to(self._hidden))])
+        self.bytes_read += self._draft.fuse_bytes
 
     @torch.no_grad()
     def propose(self, root: int, shape: TreeShape) -> TokenTree:
@@ -84,9 +91,9 @@ class Eagle3Draft:
                 positions = torch.full_like(tokens, length + depth - 1)
                 states = self._step(tokens, states.index_select(0, parents), positions, mask)
             depth += 1
-            self.bytes_read += self._head_bytes
-            draft_ids, log_probs = top_log_probs(self.model.logits(states), shape.top_k)
-            return self.model.to_target(draft_ids), log_probs
+            self.bytes_read += self._draft.head_bytes
+            draft_ids, log_probs = top_log_probs(self._draft.model.logits(states), shape.top_k)
+            return self._draft.model.to_target(draft_ids), log_probs
 
         tree = build_tree(root, expand, shape)
         self._cache.length = length
@@ -94,5 +101,5 @@ class Eagle3Draft:
 
     def _step(self, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         rows = len(set(tokens.tolist()))
-        self.bytes_read += self._step_bytes + rows * self.model.embed_tokens.weight[0].nbytes
-        return self._run(tokens, hidden, positions, self._cache, mask)
+        self.bytes_read += self._draft.step_bytes + rows * self._draft.model.embed_tokens.weight[0].nbytes
+        return self._draft.step(tokens, hidden, positions, self._cache, mask)

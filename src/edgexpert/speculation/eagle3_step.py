@@ -31,6 +31,11 @@ class DraftCache:
             self.keys, self.values = (self._grown(states, start) for states in (self.keys, self.values))
         return start
 
+    def take(self, other: DraftCache, length: int) -> None:
+        """Begins with the first ``length`` tokens of another cache."""
+        start = self.append(length)
+        self.keys[:, start : self.length], self.values[:, start : self.length] = other.keys[:, :length], other.values[:, :length]
+
     def _grown(self, states: Tensor, used: int) -> Tensor:
         grown = states.new_empty(len(states), 2 * self.length, states.shape[2])
         grown[:, :used] = states[:, :used]

@@ -67,18 +67,25 @@ class MedusaDraft:
     def __init__(self, model: MedusaModel) -> None:
         self.model = model
         self.fused_layers: tuple[int, ...] = (model.config.num_hidden_layers,)
-        self.bytes_read = 0.0
-        self._norm_bytes, self._head_bytes = (sum(weight.nbytes for weight in part.parameters())
-                                              for part in (model.norm, model.heads[0]))
-        self.reset()
+        self.norm_bytes, self.head_bytes = (sum(weight.nbytes for weight in part.parameters())
+                                            for part in (model.norm, model.heads[0]))
 
-    def reset(self) -> None:
-        """Forgets the text."""
+    def start(self) -> MedusaState:
+        """The state of a text that begins."""
+        return MedusaState(self)
+
+
+class MedusaState:
+    """The target's last state of one text."""
+
+    def __init__(self, draft: MedusaDraft) -> None:
+        self._draft = draft
+        self.bytes_read = 0.0
         self._state: Tensor | None = None  # of the token before the root, [1, H]
 
-    def crop(self, length: int) -> None:
-        """Forgets the text: only its last state matters, and that is to come."""
-        self.reset()
+    def fork(self, length: int) -> MedusaState:
+        """The state of another text: only its last token matters, and that is to come."""
+        return MedusaState(self._draft)
 
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n], with target features [n, H]."""
@@ -89,16 +96,17 @@ class MedusaDraft:
     def propose(self, root: int, shape: TreeShape) -> TokenTree:
         """A tree of at most ``shape.size`` candidates below ``root``, no deeper than there are heads."""
         assert self._state is not None, "the target's feature of the token before the root is needed"
-        hidden = self.model.norm(self._state.to(self.model.norm.weight))
-        self.bytes_read += self._norm_bytes
-        heads = iter(self.model.heads)
+        model = self._draft.model
+        hidden = model.norm(self._state.to(model.norm.weight))
+        self.bytes_read += self._draft.norm_bytes
+        heads = iter(model.heads)
 
         def expand(level: Level) -> tuple[Tensor, Tensor]:
-            self.bytes_read += self._head_bytes
+            self.bytes_read += self._draft.head_bytes
             tokens, log_probs = top_log_probs(next(heads)(hidden), shape.top_k)  # [1, k]
             return tokens.expand(len(level.tokens), -1), log_probs.expand(len(level.tokens), -1)
 
-        return build_tree(root, expand, replace(shape, depth=min(shape.depth, len(self.model.heads))))
+        return build_tree(root, expand, replace(shape, depth=min(shape.depth, len(model.heads))))
 
 
 def save_medusa(model: MedusaModel, folder: Path) -> None:

@@ -16,28 +16,33 @@ LONGEST_MATCH = 4
 
 
 class NgramDraft:
+    """Drafts what followed the same words earlier in the text; it has no weights."""
+
+    name = "ngram"
+    fused_layers: tuple[int, ...] = ()
+
+    def start(self) -> NgramState:
+        """The state of a text that begins."""
+        return NgramState()
+
+
+class NgramState:
     """Finds earlier occurrences of the longest suffix of the text, up to four tokens, and drafts what followed them.
 
     All occurrences count: where their continuations part, the tree branches, and a branch is as likely as it was frequent.
     """
 
-    name = "ngram"
-    fused_layers: tuple[int, ...] = ()
     bytes_read = 0.0
 
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets the text."""
         self._text: list[int] = []
         self._ends: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> where it ended
 
-    def crop(self, length: int) -> None:
-        """Forgets all but the first ``length`` tokens."""
-        kept = torch.tensor(self._text[:length])
-        self.reset()
-        self.observe(kept, None)
+    def fork(self, length: int) -> NgramState:
+        """The state of a text that begins with the first ``length`` tokens of this one."""
+        other = NgramState()
+        other.observe(torch.tensor(self._text[:length]), None)
+        return other
 
     def observe(self, tokens: Tensor, features: Tensor | None) -> None:
         """Takes in committed tokens, int64 [n]."""

@@ -41,13 +41,9 @@ def record_trace(
         raise UserError(f"`channels` must be one of {', '.join(get_args(Channels))}, not {channels}")
     with TraceWriter(file) as writer:
         recorder = TraceRecorder(writer, facts_of(engine, channels, params.seed))
-        engine.host.recorder = recorder
-        try:
-            for recorder.text, prompt in enumerate(prompts):
-                engine.generate(prompt, params, tree)
-                advance()
-        finally:
-            engine.host.recorder = None
+        for recorder.text, prompt in enumerate(prompts):
+            engine.generate(prompt, params, tree, recorder=recorder)
+            advance()
 
 
 def facts_of(engine: Engine, channels: Channels, seed: int) -> Facts:
@@ -58,7 +54,8 @@ def facts_of(engine: Engine, channels: Channels, seed: int) -> Facts:
         raise UserError(f"the router of model type {host.config.model_type} scores experts in a way that EdgeXpert does not "
                         "know; its runs cannot be traced")
     shape = host.blocks[0].shape
-    storages = [host.storage[block.layer] for block in host.blocks] if host.storage else []
+    stored = host.storage(engine.policy)
+    storages = [stored[block.layer] for block in host.blocks] if stored else []
     return Facts(
         model=engine.name, model_type=host.config.model_type, num_experts=host.num_experts, top_k=host.top_k,
         layers=[block.layer for block in host.blocks],
