@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
+import subprocess
+import sys
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +25,8 @@ from edgexpert.runtime.engine import Engine
 
 BUNDLED = "stories"
 BUNDLED_TEXTS = bundled_folder(BUNDLED) / "held_out.jsonl"
-RESULTS = Path("benchmarks/results")
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 ModelName = Annotated[str, typer.Option(help="bundled name, folder or Hub name")]
 Texts = Annotated[Path, typer.Option(help='JSON lines with a "text" each')]
@@ -49,9 +54,21 @@ def packed_model(name: str, work: Path) -> Path:
     return folder
 
 
-def machine() -> dict[str, Any]:
-    """What a speed depends on."""
-    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": processor(), "kernels": native.path()}
+def about(**more: Any) -> dict[str, Any]:
+    """What a result was measured on: the command, the commit, and what a speed depends on; with ``more`` of a benchmark's own."""
+    return {
+        "command": shlex.join(["python", *sys.argv]), "commit": commit(), "date": date.today().isoformat(),
+        "processor": processor(), "kernels": native.path(), "threads": native.get_threads(), "torch": torch.__version__, **more,
+    }
+
+
+def commit() -> str:
+    """The commit that runs, marked where files have changed since."""
+    def git(*arguments: str) -> str:
+        found = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return found.stdout.strip()
+
+    return (git("rev-parse", "--short=10", "HEAD") or "unknown") + " and changes" * bool(git("status", "--porcelain", "-uno"))
 
 
 def processor() -> str:
@@ -63,9 +80,8 @@ def processor() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def save(stem: Path, results: dict[str, Any], markdown: str) -> None:
-    """Writes ``stem``.json and ``stem``.md, and prints the latter."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(results, indent=1))
-    stem.with_suffix(".md").write_text(markdown)
-    print(markdown)
+def save(file: Path, results: dict[str, Any]) -> None:
+    """Writes results, which hold what `about` gives."""
+    assert {"command", "commit"} <= results["about"].keys()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

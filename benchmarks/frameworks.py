@@ -18,7 +18,7 @@ import typer
 from rich.progress import track
 
 import edgexpert
-from common import BUNDLED_TEXTS, RESULTS, ModelName, Texts, cut_texts, machine, save
+from common import BUNDLED_TEXTS, ROOT, ModelName, Texts, about, cut_texts, save
 from edgexpert.core.errors import UserError
 from edgexpert.core.traffic import Ledger
 from edgexpert.model.blocks import find_blocks
@@ -33,8 +33,9 @@ from edgexpert.speculation.medusa import MedusaDraft
 from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.speculation.sampling import Sampler, SamplingParams
 from edgexpert.speculation.verify import SamplingVerifier
-from self_draft import GROUP, MoeDraft, stored_bits, weight_bytes
+from self_draft import MoeDraft, stored_bits, weight_bytes
 
+REPRODUCED = ROOT / "src" / "edgexpert" / "reproduce"
 SELF_DRAFT_BITS = (2, 3)
 SCALED_BITS = 4  # at which an edge device would store target and drafts
 
@@ -108,7 +109,7 @@ def main(
     limit: int = 24,
     tree_size: int = 64,
     tree_depth: int = 6,
-    out: Path = RESULTS,
+    out: Annotated[Path, typer.Option(help="folder of the result, which `edgexpert reproduce` draws")] = REPRODUCED,
 ) -> None:
     engine = edgexpert.load(model, draft="none")
     shape = TreeShape(size=tree_size, depth=tree_depth)
@@ -124,57 +125,11 @@ def main(
         for kind in ("", "scaled_"):
             plain = table["plain"][f"{kind}target_kb_per_token"]
             row[f"{kind}normalised"] = (row[f"{kind}target_kb_per_token"] + row[f"{kind}draft_kb_per_token"]) / plain
-    about = {
+    facts = about(**{
         "model": model, "texts": len(prompts), "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "tree": vars(shape),
-        "stored_bits": bits, "scaled_bits": stored_bits(SCALED_BITS), **machine(),
-    }
-    stem = out / f"frameworks-{Path(model).name}"
-    save(stem, {"about": about, "frameworks": table, "rows": rows}, as_markdown(table, about))
-    plot(table, stem.with_suffix(".png"))
-
-
-def as_markdown(table: dict[str, dict[str, Any]], about: dict[str, Any]) -> str:
-    lines = [
-        "| framework | acceptance length | stages that accept at depth 1, 2, ... | target + draft KB a token "
-        "| of plain decoding | target + draft KB a token, scaled | of plain decoding, scaled | tokens/s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {name} | {row['acceptance_length']:.2f} | {' '.join(f'{share:.0%}' for share in row['accepted_per_depth'])} "
-        f"| {row['target_kb_per_token']:.0f} + {row['draft_kb_per_token']:.0f} | {row['normalised']:.2f} "
-        f"| {row['scaled_target_kb_per_token']:.0f} + {row['scaled_draft_kb_per_token']:.0f} "
-        f"| {row['scaled_normalised']:.2f} | {row['tokens_per_s']:.1f} |"
-        for name, row in table.items()
-    ]
-    tree, bits = about["tree"], about["stored_bits"]
-    lines += [
-        "",
-        f"{about['model']}, {about['texts']} held-out prompts of {about['prompt_tokens']} tokens, {about['new_tokens']} new "
-        f"ones after the first stage, tree {tree['size']}/{tree['depth']}, greedy, exact policy. KB are all weights read, "
-        f"stored in {bits} bits (low-bit drafts: layers in few bits, in groups of {GROUP}; the rest in {bits} bits); "
-        f"scaled: in {about['scaled_bits']:.1f} bits, low-bit layers as they are. Speed on {about['threads']} threads.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def plot(table: dict[str, dict[str, Any]], path: Path) -> None:
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
-    axes[0].bar(list(table), [row["acceptance_length"] for row in table.values()], color="#888")
-    axes[0].set_title("acceptance length", fontsize=10)
-    for axis, kind, title in zip(axes[1:], ("", "scaled_"), ("as stored", "scaled to 4 bits"), strict=True):
-        target, draft = ([row[f"{kind}{part}_kb_per_token"] / table["plain"][f"{kind}target_kb_per_token"]
-                          for row in table.values()] for part in ("target", "draft"))
-        axis.bar(list(table), target, color="#6baed6", label="target")
-        axis.bar(list(table), draft, bottom=target, color="#fd8d3c", label="draft")
-        axis.axhline(1, color="black", linestyle=":", label="plain decoding")
-        axis.set_title(f"weight bytes a token, normalised, {title}", fontsize=10)
-        axis.legend(fontsize=8)
-    for axis in axes:
-        axis.tick_params(axis="x", rotation=30)
-    figure.savefig(path, dpi=130)
+        "stored_bits": bits, "scaled_bits": stored_bits(SCALED_BITS),
+    })
+    save(out / f"frameworks-{Path(model).name}.json", {"about": facts, "frameworks": table, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedConfig
 
-from common import machine, packed_model
+from common import about, packed_model, save
 from edgexpert.conversion.sources.dummy import NIBBLE_PAIRS, STD, STD_OF_CODES, dummy_config, random_embedding
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import native
@@ -223,8 +223,7 @@ def main(
                              "ratio": peer / mine, "target": TARGETS[name], "runs": times})
         del ours
         if json_file is not None:
-            about = {**machine(), "peer": bench.parents[4].name, "weights": "random"}
-            json_file.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+            save(json_file, {"about": about(peer=bench.parents[4].name, weights="random"), "rows": rows})
     table = Table("shape", "measure", "threads", "ours", "llama.cpp Q4_0", "ratio", "target")
     for row in rows:
         times = (f"{row[whose]:.1f} ms" for whose in ("ours_ms", "llama_cpp_ms"))

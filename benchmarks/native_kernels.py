@@ -9,9 +9,6 @@ took turns; each figure is the median of its repetitions.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from common import processor
+from common import about, save
 from edgexpert.kernels import native
 from edgexpert.kernels.reference import Pairs
 from edgexpert.weights.matrix import PackedExperts
@@ -146,10 +143,7 @@ def main() -> None:
         table.add_row(str(r["measure"]), f"{r['value']:.1f} {r['unit']}", f"{r['ratio']:.2f}", f"{r['target']}{mark}")
     Console().print(table)
     if args.json:
-        compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0]
-        machine = dict(processor=processor(), processors=os.cpu_count(), compiler=compiler, path=path)
-        result = dict(machine=machine, threads=args.threads, repetitions=args.repetitions, rows=rows)
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+        save(args.json, {"about": about(repetitions=args.repetitions), "rows": rows})
 
 
 if __name__ == "__main__":

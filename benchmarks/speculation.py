@@ -10,7 +10,6 @@ not below 1, no kernel could make that tree pay.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -21,7 +20,7 @@ from rich.progress import track
 from rich.table import Table
 
 import edgexpert
-from common import BUNDLED, machine, packed_model
+from common import BUNDLED, about, packed_model, save
 from edgexpert.cli.bench import PROMPTS, Measured
 from edgexpert.kernels import native
 from edgexpert.policy import policy_named
@@ -88,9 +87,10 @@ def main(
         rows += [{"shape": shape, **row} for row in measured(engine, lengths, repetitions)]
         del engine
     if json_file is not None:
-        about = {**machine(), "threads": threads, "weights": "random, 4 bits",
-                 "acceptance": "as measured on the bundled model at 4 bits, replayed"}
-        json_file.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        save(json_file, {
+            "about": about(weights="random, 4 bits", acceptance="as measured on the bundled model at 4 bits, replayed"),
+            "rows": rows,
+        })
     table = Table("shape", "candidates", "policy", "acceptance", "experts", "ms a token", "bytes", "times as fast", "target")
     for row in rows:
         tree = f"{row['size']}, depth {row['depth']}" if row["size"] else "plain"

@@ -18,7 +18,7 @@ import typer
 from rich.progress import track
 
 import edgexpert
-from common import BUNDLED_TEXTS, RESULTS, ModelName, Texts, cut_texts, machine, save
+from common import BUNDLED_TEXTS, RESULTS, ModelName, Texts, about, cut_texts, save
 from edgexpert.kernels import native
 from edgexpert.policy import PRESETS
 from edgexpert.runtime.engine import Engine
@@ -82,41 +82,17 @@ def main(
             rows[policy].append(measure(engine, policy, prompt, truth, shape))
     table = {policy: summarise(found) for policy, found in rows.items()}
     plain = engine.host.plain_decode_expert_bytes / 1e3
-    about = {
+    facts = about(**{
         "model": Path(model).name, "draft": engine.draft.name if engine.draft else "none", "texts": len(cut),
         "prompt_tokens": prompt_tokens,
-        "new_tokens": new_tokens, "tree": vars(shape), **machine(), "plain_decoding_expert_kb_per_token": plain,
+        "new_tokens": new_tokens, "tree": vars(shape), "plain_decoding_expert_kb_per_token": plain,
         "executor": (f"PyTorch on {torch.get_num_threads()} threads" if engine.host.blocks[0].packed is None else
                      f"{native.path()} kernels on {native.get_threads()} threads"),
         "policies": {policy: resolved(engine, policy) for policy in PRESETS},
-    }
+    })
     stem = out / f"techniques-{Path(model).name}"
-    save(stem, {"about": about, "policies": table, "rows": rows}, as_markdown(table, about))
+    save(stem.with_suffix(".json"), {"about": facts, "policies": table, "rows": rows})
     plot(table, plain, stem.with_suffix(".png"))
-
-
-def as_markdown(table: dict[str, dict[str, float]], about: dict[str, Any]) -> str:
-    exact = table["exact"]
-    lines = [
-        "| policy | perplexity (forced decoding) | acceptance length | expert KB a token, decode | expert MB, prefill "
-        "| experts a layer and stage | tokens/s |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for policy, row in table.items():
-        def change(key: str, row: dict[str, float] = row) -> str:
-            return f" ({row[key] / exact[key] - 1:+.1%})" if row is not exact else ""
-
-        lines.append(
-            f"| {policy} | {row['perplexity']:.2f}{change('perplexity')} | {row['acceptance_length']:.2f} "
-            f"| {row['decode_expert_kb_per_token']:.0f}{change('decode_expert_kb_per_token')} "
-            f"| {row['prefill_expert_mb']:.1f}{change('prefill_expert_mb')} | {row['experts_per_layer_per_stage']:.1f} "
-            f"| {row['tokens_per_s']:.0f} |"
-        )
-    lines += ["", f"{about['model']}, draft {about['draft']}, {about['texts']} held-out texts of {about['prompt_tokens']} + "
-              f"{about['new_tokens']} tokens, tree {about['tree']['size']}/{about['tree']['depth']}, greedy; plain decoding "
-              f"reads {about['plain_decoding_expert_kb_per_token']:.0f} expert KB a token. Speed on {about['processor']}, "
-              f"{about['executor']}.", ""]
-    return "\n".join(lines)
 
 
 def plot(table: dict[str, dict[str, float]], plain: float, path: Path) -> None:

@@ -115,13 +115,6 @@ def test_figures_name_what_they_were_computed_from(made: Made) -> None:
     assert all("recorded:" in made[1][name].trace for name in ("fig4b", "fig11"))
 
 
-def test_the_recorded_frameworks_are_those_of_the_benchmark() -> None:
-    root = Path(__file__).parents[2]
-    ours = root / "src" / "edgexpert" / "reproduce" / "frameworks-stories.json"
-    assert ours.read_text() == (root / "benchmarks" / "results" / "frameworks-stories.json").read_text(), (
-        "copy the benchmark's new result into src/edgexpert/reproduce")
-
-
 def test_the_papers_tables_are_of_our_devices_and_models() -> None:
     assert set(paper()["table2"]) == set(built_in()) - {"baseline"}
     assert set(paper()["table3"]) == set(paper()["acceptance"]) == set(MODELS)
