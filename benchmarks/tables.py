@@ -87,8 +87,8 @@ def techniques(found: dict[str, Any]) -> str:
     table = markdown(["`--policy`", "adds", "in the paper", "expert bytes per token, decode", "expert bytes, prefill",
                       "acceptance length", "perplexity", "tokens/s"], rows)
     facts = (f"\n{about['model']}, draft {about['draft']}, {about['texts']} held-out texts, prompts of {about['prompt_tokens']} "
-             f"and continuations of {about['new_tokens']} tokens, trees of {about['tree']['size']} candidates; plain decoding reads "
-             f"{about['plain_decoding_expert_kb_per_token'] / 1e3:.1f} MB of expert weights a token.\n")
+             f"and continuations of {about['new_tokens']} tokens, trees of {about['tree']['size']} candidates; plain decoding "
+             f"reads {about['plain_decoding_expert_kb_per_token'] / 1e3:.1f} MB of expert weights a token.\n")
     return table + facts + origin(about)
 
 

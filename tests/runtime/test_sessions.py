@@ -133,12 +133,32 @@ def test_every_token_has_its_time() -> None:
 
 
 def test_what_a_checkpoint_wants_is_the_default_and_is_told() -> None:
-    engine = make_engine()
-    engine.sampling = SamplingParams(temperature=0.7, top_k=20)
-    got = engine.generate(PROMPTS[0], max_new_tokens=4, top_k=5)
-    assert (got.sampling.temperature, got.sampling.top_k) == (0.7, 5)
+    model = make_model("olmoe", num_hidden_layers=3)
+    model.generation_config.update(do_sample=True, temperature=0.7, min_p=0.1)
+    engine = make_engine(model=model)
+    got = engine.generate(PROMPTS[0], max_new_tokens=4, top_p=0.5)
+    assert (got.sampling.temperature, got.sampling.top_k, got.sampling.top_p) == (0.7, 50, 0.5)
     assert got.to_json()["sampling"]["temperature"] == 0.7
+    assert [note for note in got.notes if "min_p" in note]
     assert engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=2)).sampling == SamplingParams(max_new_tokens=2)
+
+
+@pytest.mark.parametrize("draft", [NgramDraft(), None], ids=["trees", "plain"])
+def test_a_checkpoints_repetition_penalty_acts_as_in_the_library(draft: Draft | None) -> None:
+    model = make_model("olmoe", num_hidden_layers=3)
+    ids = make_tokenizer()(PROMPTS[0])["input_ids"]
+    plain = make_engine(draft, model).generate(ids, max_new_tokens=16, ignore_eos=True).token_ids
+    model.generation_config.repetition_penalty = 1.8
+    truth = model.generate(torch.tensor([ids]), max_new_tokens=16, min_new_tokens=16)[0, len(ids) :].tolist()
+    got = make_engine(draft, model).generate(ids, max_new_tokens=16, ignore_eos=True).token_ids
+    assert got == truth != plain
+
+
+def test_a_checkpoint_that_wants_nonsense_is_refused() -> None:
+    model = make_model("olmoe", num_hidden_layers=3)
+    model.generation_config.repetition_penalty = -1.0
+    with pytest.raises(UserError, match=r"generation_config\.json is wrong.*repetition_penalty"):
+        make_engine(model=model)
 
 
 def test_weights_that_are_no_numbers_are_named() -> None:

@@ -17,6 +17,7 @@ from edgexpert.model.host import HostedModel
 from edgexpert.model.measure import calibration_text, measure_experts
 from edgexpert.model.recorder import Recorder
 from edgexpert.policy import Policy, policy_named
+from edgexpert.runtime.defaults import sampling_defaults
 from edgexpert.runtime.results import Generation, Score
 from edgexpert.runtime.session import Session
 from edgexpert.runtime.stream import TextStream
@@ -32,7 +33,7 @@ class Engine:
     Attributes:
         policy: decides texts that name no policy of their own; assign through `set_policy`. Texts that have begun keep theirs.
         draft: drafts for texts that begin from now on; None for plain decoding.
-        sampling: what the checkpoint wants by default, such as its temperature; options of a call go before it.
+        sampling: what the checkpoint's generation_config.json wants, such as its temperature; options of a call go before it.
     """
 
     def __init__(
@@ -44,15 +45,14 @@ class Engine:
         policy: str | Policy = "exact",
         draft: Draft | None = None,
         encoder: ImportanceEncoder | None = None,
-        sampling: SamplingParams | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         self.host = host
         self.tokenizer = tokenizer
         self.name = name
         self.draft = draft
-        self.sampling = sampling or SamplingParams()
-        self.notes = list(notes)
+        self.sampling, ignored = sampling_defaults(host.model.generation_config)
+        self.notes = [*notes, *ignored]
         self.end_of_sequence = end_tokens(host.model, tokenizer)
         self._encoder = encoder
         self._preparing = threading.Lock()  # the encoder is loaded, and the experts' use measured, by one thread alone
