@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from importlib.metadata import version
 from typing import Annotated, Any
@@ -14,6 +16,7 @@ from edgexpert.cli.show import sentence
 from edgexpert.core.errors import UserError
 
 INTERRUPTED = 130
+PIPE_CLOSED = 1  # typer's own code for it
 UsageError: type[Any] = typer.BadParameter.__mro__[1]  # typer keeps its copy of click to itself
 
 
@@ -42,6 +45,7 @@ app = typer.Typer(
     cls=Commands,
     help="Mixture-of-experts language models with speculative decoding, moving as few weight bytes as possible.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # its help cuts long option names short
     pretty_exceptions_enable=False,
 )
@@ -65,13 +69,25 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _everywhere(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """The console script."""
+    """The console script. A reader that goes away, as in ``| head -1``, ends it quietly."""
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that cannot show a character shows "?"
-    app(prog_name="edgexpert")
+    try:
+        try:
+            app(prog_name="edgexpert")
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        # what is still to be written is dropped, or the interpreter would try again at its exit, and complain
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            sys.exit(PIPE_CLOSED)
+        where = f"the file {error.filename}" if error.filename else "the output"
+        print(f"edgexpert: {where} cannot be written ({error.strerror or error}).", file=sys.stderr)
+        sys.exit(2)
