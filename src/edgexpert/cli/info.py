@@ -1,4 +1,4 @@
-"""`edgexpert info`: what a model is made of, and what EdgeXpert would do with it."""
+"""`edgexpert info`: what a model is made of and what it takes to run it here, without loading a weight."""
 
 from __future__ import annotations
 
@@ -8,31 +8,35 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from edgexpert.cli.options import MODEL_HELP, DraftName, Json
+from edgexpert.cli.completion import DTYPES, POLICIES, complete_model
+from edgexpert.cli.options import MODEL_HELP, DraftName, Dtype, Json
 from edgexpert.cli.show import print_json, print_line, print_pairs, readable_bytes
 from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
-    from edgexpert.model.host import HostedModel
-    from edgexpert.model.loading import LoadedModel
+    from edgexpert.weights.facts import Facts
+    from edgexpert.weights.need import Need
+
+READ_ROUTERS = frozenset((
+    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe",
+    "qwen2_moe", "qwen3_moe",
+))
+"""Model types whose routers are known to be read, so that every policy works. Of others the router is tried when they are loaded."""
+GGUF_FAMILIES = {"granitemoe": "granitemoe", "olmoe": "olmoe", "deepseek2": "deepseek_v2", "qwen3moe": "qwen3_moe"}
 
 
 def info(
-    model: Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP)] = "stories",
+    model: Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model)] = "stories",
     draft: DraftName = "auto",
+    dtype: Dtype = "float32",
     verify: Annotated[bool, typer.Option("--verify", help="Check a packed checkpoint's files against their hashes.")] = False,
     json: Json = False,
 ) -> None:
-    """Show what a model is made of, whether a draft fits it, and the hyperparameters chosen for it."""
+    """Show what a model is made of, the memory that it takes, and what works with it. No weight is loaded."""
     if verify:
         check_files(model, json)
         return
-    from edgexpert.model.calibrated import read_calibrated
-    from edgexpert.model.host import HostedModel
-    from edgexpert.model.loading import load_model
-
-    loaded = load_model(model, dtype="auto")
-    facts = describe(model, loaded, HostedModel(loaded.model, calibrated=read_calibrated(loaded.folder)), draft)
+    facts = describe(model, dtype, draft)
     if json:
         print_json(facts)
     else:
@@ -50,68 +54,175 @@ def check_files(folder: str, json: bool) -> None:
         print_line(f"all {len(names)} files of {folder} are as they were written")
 
 
-def describe(name: str, loaded: LoadedModel, host: HostedModel, draft: str) -> dict[str, Any]:
-    """Facts about a model; bytes are those of its weights in the checkpoint's own dtype."""
-    from edgexpert.policy import Policy
+def describe(name: str, dtype: str, draft: str) -> dict[str, Any]:
+    """Facts about a model; bytes are those of its weights in the form in which they would be loaded."""
+    from edgexpert.core.machine import available_memory
+    from edgexpert.model.calibrated import read_calibrated
+    from edgexpert.policy import Hyperparameters
+    from edgexpert.policy.hyperparameters import choose_hyperparameters
+    from edgexpert.weights.need import memory_need
 
-    shape = host.blocks[0].shape
+    if dtype not in DTYPES:
+        raise UserError(f"unknown `dtype` {dtype}; choose one of {', '.join(DTYPES)}")
+    facts = find_facts(name)
+    if not facts.experts or not facts.top_k:
+        raise UserError(f"the model {name} (model type {facts.family}) has no mixture-of-experts layer, so there is nothing for "
+                        "EdgeXpert to do: give an MoE model")
+    drafted = judge_draft(draft, facts)
+    folder = drafted.pop("folder")
+    need = memory_need(facts, dtype, folder)
+    calibrated = read_calibrated(facts.path if facts.path.is_dir() else None)
+    family = GGUF_FAMILIES.get(facts.family, facts.family) if facts.kind == "gguf" else facts.family
+    chosen: Hyperparameters = calibrated or choose_hyperparameters(family, facts.experts, facts.top_k)
+    policies = list(POLICIES) if family in READ_ROUTERS else ["exact"]
+    if facts.kind != "float":
+        policies = [policy for policy in policies if policy not in ("moe-pruner", "edgemoe")]
     return {
         "model": name,
-        "family": host.config.model_type,
-        "layers": host.layers,
-        "moe_layers": len(host.blocks),
-        "experts": host.num_experts,
-        "top_k": host.top_k,
-        "parameters": sum(parameter.numel() for parameter in loaded.model.parameters()),
-        "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "context": host.max_context,
-        "chat_template": loaded.tokenizer.chat_template is not None,
-        "bytes": host.sizes,
-        "expert_bytes": shape.expert,
-        "expert_bytes_per_token_plain": host.plain_decode_expert_bytes,
-        "draft": _try_draft(draft, loaded),
-        "hyperparameters": asdict(host.resolve(Policy()).hyperparameters),
-        "hyperparameters_calibrated": host.calibrated is not None,
-        "policies": ["exact"] if any(block.form is None for block in host.blocks) else _policies(),
+        "family": facts.family,
+        "layers": facts.layers,
+        "moe_layers": facts.moe_layers,
+        "experts": facts.experts,
+        "top_k": facts.top_k,
+        "parameters": facts.parameters,
+        "dtype": facts.stored,
+        "disk_bytes": facts.disk,
+        "random_weights": facts.random,
+        "context": facts.context,
+        "chat_template": has_chat_template(facts.path),
+        "bytes": {part: round(size) for part, size in need.parts.items()},
+        "expert_bytes": need.expert,
+        "expert_bytes_per_token_plain": need.expert * facts.top_k * facts.moe_layers,
+        "memory": memory(need, available_memory()),
+        "runs": facts.kind in ("float", "packed"),
+        "draft": drafted,
+        "hyperparameters": asdict(chosen),
+        "hyperparameters_calibrated": calibrated is not None,
+        "policies": policies,
+        "policies_certain": family in READ_ROUTERS,
     }
 
 
-def _policies() -> list[str]:
-    from edgexpert.policy import BASELINES, PRESETS
+def memory(need: Need, available: int) -> dict[str, Any]:
+    """Bytes that running the model takes, beside those that are free here."""
+    room = available - (need.total - need.kv_full)
+    return {
+        "form": need.form, "weights": round(need.weights), "draft": round(need.draft), "encoder": round(need.encoder),
+        "kv_cache_per_1000_tokens": round(1000 * need.kv_token), "kv_cache_full": round(need.kv_full),
+        "total": round(need.total), "available": available or None, "fits": need.total <= available if available else None,
+        "context_that_fits": max(0, min(need.context, int(room / need.kv_token))) if available and need.kv_token else None,
+    }
 
-    return [*PRESETS, *BASELINES]
+
+def find_facts(name: str) -> Facts:
+    """The facts of a model by name: of the Hub, if it is in the cache.
+
+    Raises:
+        UserError: it is nowhere here, or damaged.
+    """
+    from edgexpert.weights.facts import read_facts
+    from edgexpert.weights.places import cached_folder, local_folder
+
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return read_facts(path)
+    folder = local_folder(name) or cached_folder(name)
+    if folder is None:
+        raise UserError(f"the model {name} is not in the cache of the Hub; get it first with: edgexpert pull {name}")
+    return read_facts(folder)
 
 
-def _try_draft(name: str, loaded: LoadedModel) -> dict[str, Any]:
-    """Which draft would run, or why none does."""
-    from edgexpert.speculation.loading import load_draft
+def has_chat_template(path: Path) -> bool:
+    """Whether a chat template lies with a checkpoint's tokenizer."""
+    if path.is_file():
+        from edgexpert.weights.headers import gguf_headers
 
+        return "tokenizer.chat_template" in gguf_headers(path)[0]
+    tokenizer = path / "tokenizer_config.json"
+    return (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file() or (
+        tokenizer.is_file() and '"chat_template":' in tokenizer.read_text(encoding="utf-8", errors="replace"))
+
+
+def judge_draft(name: str, target: Facts) -> dict[str, Any]:
+    """Which draft would run, or why none does, by the configurations; ``folder`` is where it lies."""
+    from edgexpert.speculation.fit import check_config, kind_of_draft
+    from edgexpert.weights.facts import read_config
+    from edgexpert.weights.places import cached_folder, is_hub_name
+
+    if name in ("none", "ngram"):
+        return {"asked_for": name, "fits": True, "kind": name, "notes": [], "folder": None}
+    if name == "auto" and target.draft is None:
+        note = "no EAGLE-3 draft lies beside this model, so prompt look-up (ngram) drafts; see --draft"
+        return {"asked_for": name, "fits": True, "kind": "ngram", "notes": [note], "folder": None}
+    folder = target.draft if name == "auto" else Path(name).expanduser()
     try:
-        draft, notes = load_draft(name, loaded.model, loaded.tokenizer, loaded.folder)
+        if folder is None or not folder.is_dir():
+            folder = cached_folder(name) if is_hub_name(name) else None
+            if folder is None:
+                raise UserError(f"there is no draft {name!r} here: give auto, none, ngram, a folder, or a Hub name that was pulled")
+        raw = read_config(folder)
+        sizes = {"hidden_size": _of_embedding(target, 1), "vocab_size": _of_embedding(target, 0),
+                 "num_hidden_layers": target.layers, "architectures": target.config.get("architectures")}
+        check_config(folder, raw, sizes)
     except UserError as error:
-        return {"asked_for": name, "fits": False, "reason": str(error)}
-    return {"asked_for": name, "fits": True, "kind": draft.name if draft else "none", "notes": notes}
+        return {"asked_for": name, "fits": False, "reason": str(error), "folder": None}
+    return {"asked_for": name, "fits": True, "kind": kind_of_draft(raw), "notes": [], "folder": folder}
+
+
+def _of_embedding(facts: Facts, axis: int) -> int:
+    """Vocabulary (axis 0) or hidden size (axis 1)."""
+    from edgexpert.weights.facts import part_of
+
+    shapes = [weight.shape for name, weight in facts.weights.items() if part_of(name, weight.shape) == "embeddings"]
+    return shapes[0][axis] if shapes and len(shapes[0]) == 2 else 0
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """The facts as text: the model, its bytes, its hyperparameters, its draft."""
+    """The facts as text: the model, its bytes, its memory, its hyperparameters, its draft."""
     print_pairs(facts["model"], {
-        "family": facts["family"],
+        "family": facts["family"] + ", random weights: for timing alone" * facts["random_weights"],
         "layers": f"{facts['layers']}, of which {facts['moe_layers']} with experts",
         "experts": f"{facts['experts']}, of which {facts['top_k']} for each token",
-        "parameters": f"{facts['parameters']:,} in {facts['dtype']}",
+        "parameters": f"{facts['parameters']:,} stored as {facts['dtype']}, {readable_bytes(facts['disk_bytes'])} on disk",
         "context": f"{facts['context']:,} tokens",
         "chat template": "yes" if facts["chat_template"] else "no",
     })
-    print_pairs("bytes by part", {
+    memory = facts["memory"]
+    print_pairs(f"bytes by part, in memory ({memory['form']})", {
         **{part.replace("_", " "): readable_bytes(size) for part, size in facts["bytes"].items()},
         "one expert": readable_bytes(facts["expert_bytes"]),
         "experts read for a token in plain decoding": readable_bytes(facts["expert_bytes_per_token_plain"]),
     })
-    print_pairs("hyperparameters", {name: str(value) for name, value in facts["hyperparameters"].items()})
-    print_line("policies: " + ", ".join(facts["policies"]))
+    print_pairs("memory to run it", {
+        "weights": readable_bytes(memory["weights"]),
+        **({"draft": readable_bytes(memory["draft"])} if memory["draft"] else {}),
+        "encoder": f"{readable_bytes(memory['encoder'])}, only with prompt-wise expert reuse",
+        "KV cache of 1,000 tokens": readable_bytes(memory["kv_cache_per_1000_tokens"]),
+        "KV cache of the full context": readable_bytes(memory["kv_cache_full"]),
+        "all of it, at full context": f"{readable_bytes(memory['total'])}: {verdict(memory)}",
+    })
+    if not facts["runs"]:
+        print_line(f"note: stored as {facts['dtype']} it cannot be run; convert it first: "
+                   f"edgexpert convert {facts['model']} FOLDER")
+    print_pairs("hyperparameters" + " (calibrated for this checkpoint)" * facts["hyperparameters_calibrated"],
+                {name: str(value) for name, value in facts["hyperparameters"].items()})
+    more = "" if facts["policies_certain"] else "; the others if its router can be read, which is tried when it is loaded"
+    print_line("policies: " + ", ".join(facts["policies"]) + more)
     draft = facts["draft"]
-    verdict = f"fits ({draft['kind']})" if draft["fits"] else f"does not fit: {draft['reason']}"
-    print_line(f"draft {draft['asked_for']}: {verdict}")
+    print_line(f"draft {draft['asked_for']}: " + (f"fits ({draft['kind']})" if draft["fits"] else f"does not fit: {draft['reason']}"))
     for note in draft.get("notes", ()):
         print_line(f"note: {note}")
+
+
+def verdict(memory: dict[str, Any]) -> str:
+    """Whether the model fits into the memory that is free here, in words."""
+    if memory["fits"] is None:
+        return "the system does not tell what is free"
+    free = f"{readable_bytes(memory['available'])} free here"
+    if memory["fits"]:
+        return f"fits, {free}"
+    if memory["context_that_fits"]:
+        return f"fits with a context of up to {memory['context_that_fits']:,} tokens, {free}"
+    if memory["form"].startswith("packed"):
+        return f"does not fit, {free}; a packed checkpoint's experts are then read from the file as they are needed"
+    return f"does not fit, {free}; converted to 4 bits it takes less (edgexpert convert)"

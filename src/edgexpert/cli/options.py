@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+from edgexpert.cli.completion import (
+    DEVICES,
+    DTYPES,
+    KERNELS,
+    POLICIES,
+    complete_draft,
+    complete_model,
+    complete_policy,
+    one_of,
+)
+from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
     from edgexpert.policy import Policy
@@ -16,13 +29,18 @@ if TYPE_CHECKING:
     from edgexpert.speculation.sampling import SamplingParams
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, or auto (the checkpoint's own).")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Dtype = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="float32, bfloat16, float16, or auto (the checkpoint's own).",
+                 autocompletion=one_of(*DTYPES)),
+]
+Device = Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.", autocompletion=one_of(*DEVICES))]
 DraftName = Annotated[
     str,
     typer.Option(
         metavar="NAME",
         help="auto, none, ngram, or the folder or Hub name of an EAGLE-3 draft or of a smaller causal model.",
+        autocompletion=complete_draft,
     ),
 ]
 MODEL_HELP = "A bundled name, a folder, or a Hub name."
@@ -32,11 +50,15 @@ def _setting(help: str) -> Any:
     return typer.Option(help=f"{help} [default: as the policy says]", show_default=False)
 
 
+def _tree(help: str) -> Any:
+    return typer.Option(help=f"{help} [default: as --speculation says]", show_default=False)
+
+
 @dataclass(frozen=True)
 class Options:
     """What to run, under which policy, and how to pick tokens. A policy setting of None is left to the policy."""
 
-    model: Annotated[str, typer.Option(metavar="NAME", help=MODEL_HELP)] = "stories"
+    model: Annotated[str, typer.Option(metavar="NAME", help=MODEL_HELP, autocompletion=complete_model)] = "stories"
     draft: DraftName = "auto"
     dtype: Dtype = "float32"
     device: Device = "cpu"
@@ -50,8 +72,15 @@ class Options:
         int | None, typer.Option(help="Threads that compute. [default: one for each processor]", show_default=False)
     ] = None
 
+    kernels: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", envvar="EDGEXPERT_KERNELS", show_default=False, show_envvar=False,
+                     help=f"Native kernels for packed weights: {', '.join(KERNELS)}. [default: auto, or $EDGEXPERT_KERNELS]",
+                     autocompletion=one_of(*KERNELS)),
+    ] = None
+
     policy: Annotated[
-        str, typer.Option(metavar="NAME", help="exact, pruned, reuse, coalesced, edgexpert, moe-pruner or edgemoe.")
+        str, typer.Option(metavar="NAME", help=f"{', '.join(POLICIES[:-1])} or {POLICIES[-1]}.", autocompletion=complete_policy)
     ] = "exact"
     coarse_pruning: Annotated[bool | None, _setting("Skip experts that only unlikely candidates want.")] = None
     fine_pruning: Annotated[bool | None, _setting("Skip channels that matter little to a token.")] = None
@@ -78,13 +107,19 @@ class Options:
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None
 
-    tree_size: Annotated[int, typer.Option(help="Candidates in a tree, its root not counted; 0 for none.")] = 64
-    tree_depth: Annotated[int, typer.Option(help="Longest path of candidates.")] = 6
-    tree_top_k: Annotated[int, typer.Option(help="Children of a candidate at most; 1 gives a chain.")] = 10
+    speculation: Annotated[
+        str, typer.Option(metavar="auto|off|SIZE", help="Candidates in a tree: as the engine chooses, none, or so many.",
+                          autocompletion=one_of("auto", "off"))
+    ] = "auto"
+    tree_size: Annotated[int | None, _tree("Candidates in a tree, its root not counted; 0 for none.")] = None
+    tree_depth: Annotated[int | None, _tree("Longest path of candidates.")] = None
+    tree_top_k: Annotated[int | None, _tree("Children of a candidate at most; 1 gives a chain.")] = None
 
     def load(self) -> Engine:
         """The engine that these options ask for. What can be checked without the model is checked first."""
         policy = self.policy_named(self.policy)
+        if self.kernels is not None:
+            os.environ["EDGEXPERT_KERNELS"] = self.kernels
         import edgexpert
 
         return edgexpert.load(
@@ -108,9 +143,14 @@ class Options:
 
     @property
     def tree(self) -> TreeShape:
+        """The shape of token trees; tree options that are given win over --speculation."""
         from edgexpert.speculation.draft import TreeShape
 
-        return TreeShape(self.tree_size, self.tree_depth, self.tree_top_k)
+        if self.speculation not in ("auto", "off") and not self.speculation.isdecimal():
+            raise UserError(f"--speculation must be auto, off or a number of candidates, not {self.speculation}")
+        size = {"auto": None, "off": 0}.get(self.speculation, self.speculation)
+        given = {"size": size if self.tree_size is None else self.tree_size, "depth": self.tree_depth, "top_k": self.tree_top_k}
+        return TreeShape(**{name: int(value) for name, value in given.items() if value is not None})
 
 
 def shared_options(without: Sequence[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:

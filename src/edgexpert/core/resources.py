@@ -10,6 +10,9 @@ PUBLISHED = PACKAGE / "published"
 MODELS = ("granite-1b-a400m", "olmoe-1b-7b", "deepseek-v2-lite", "qwen3-30b-a3b")
 """The models in `PUBLISHED`: the four of the EdgeXpert paper (Table III)."""
 
+BUNDLED = ("stories",)
+"""Names of the models that come with the package, weights and all."""
+
 
 def bundled_folder(name: str) -> Path:
     """Folder of a model that comes with the package."""

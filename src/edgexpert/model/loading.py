@@ -14,14 +14,13 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging as transformers_logging
 
 from edgexpert.core.errors import UserError
-from edgexpert.core.resources import bundled_folder
 from edgexpert.kernels import native
 from edgexpert.model.bundled import is_packed, load_packed
 from edgexpert.model.packed import load_pack
 from edgexpert.weights.files import is_pack
 from edgexpert.weights.manifest import read_manifest
+from edgexpert.weights.places import local_folder
 
-BUNDLED = ("stories",)
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
 
 
@@ -43,24 +42,11 @@ class LoadedModel:
 
 def resolve(name: str) -> tuple[str, Path | None]:
     """Where a model name points to: (what transformers is given, the local folder or None for a Hub name)."""
-    if name in BUNDLED:
-        folder = bundled_folder(name)
-        if not folder.is_dir():
-            raise UserError(f"the bundled model {name} is not part of this installation; reinstall edgexpert")
-        return str(folder), folder
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"the model folder {name} has no config.json; give a folder that holds a Hugging Face checkpoint")
-        _check_config(path)
-        return str(path), path
-    if path.exists():
-        raise UserError(f"the model {name} is a file; give the folder that holds config.json and the safetensors files")
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UserError(
-            f"there is no model {name!r}: give a bundled name ({', '.join(BUNDLED)}), a folder, or a Hub name like owner/name"
-        )
-    return name, None
+    folder = local_folder(name)
+    if folder is None:
+        return name, None
+    _check_config(folder)
+    return str(folder), folder
 
 
 def _check_config(folder: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from edgexpert.core.errors import UserError
 from edgexpert.speculation.eagle3 import Eagle3Config
+from edgexpert.speculation.fit import check_eagle3
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -80,17 +81,9 @@ def _layer_config(folder: Path, raw: Mapping[str, Any]) -> Any:
 
 def check_target(folder: Path, raw: Mapping[str, Any], config: Eagle3Config, target_config: PreTrainedConfig) -> None:
     """Raises a `UserError` where a draft's configuration tells that it was trained for another model."""
-    target = target_config.get_text_config()
-    for what, draft, model in (("hidden size", config.target_hidden_size, target.hidden_size),
-                               ("vocabulary size", config.vocab_size, target.vocab_size)):
-        if draft != model:
-            raise UserError(f"the draft in {folder} is for a model of {what} {draft}, but this model's is {model}; "
-                            "use a draft that was trained for this model")
-    verifier = (raw.get("speculators_config") or {}).get("verifier") or {}
-    names, architectures = verifier.get("architectures"), target_config.architectures
-    if names and architectures and not set(names) & set(architectures):
-        raise UserError(f"the draft in {folder} is for {names[0]}, but this model is {architectures[0]}; "
-                        "use a draft that was trained for this model")
+    text = target_config.get_text_config()
+    target = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "architectures": target_config.architectures}
+    check_eagle3(folder, raw, config.target_hidden_size, config.vocab_size, target)
 
 
 def official_config(config: Eagle3Config) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from edgexpert.speculation.checkpoint import load_eagle3
 from edgexpert.speculation.draft import Draft
 from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.speculation.eagle3_draft import Eagle3Draft
+from edgexpert.speculation.fit import is_eagle3
 from edgexpert.speculation.medusa import MedusaDraft, load_medusa
 from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.weights.matrix import PackedMatrix
@@ -86,12 +87,6 @@ def pack_draft(draft: Eagle3Model, like: PackedMatrix) -> int:
     if draft.embed_tokens.weight.dtype != torch.float32:
         draft.embed_tokens.__class__ = FloatEmbedding
     return like.bits
-
-
-def is_eagle3(config: dict[str, object]) -> bool:
-    """Whether a checkpoint's config.json is an EAGLE-3 draft's, in any of the formats found in the wild."""
-    architectures = " ".join(map(str, config.get("architectures") or [])).lower()  # type: ignore[call-overload]
-    return "draft_vocab_size" in config or "eagle" in architectures or config.get("speculators_model_type") == "eagle3"
 
 
 def _folder_of(name: str) -> Path:

@@ -20,6 +20,7 @@ from edgexpert.core.errors import UserError
 from edgexpert.core.stage import TokenTree
 from edgexpert.kernels.dense import top_log_probs
 from edgexpert.speculation.draft import TreeShape
+from edgexpert.speculation.fit import MEDUSA, check_medusa
 from edgexpert.speculation.tree import Level, build_tree
 
 
@@ -129,8 +130,5 @@ def load_medusa(folder: Path, target_config: PreTrainedConfig) -> MedusaModel:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"the folder {folder} holds no Medusa heads; get a complete copy, or train them again") from error
     text_config = target_config.get_text_config()
-    for name in ("hidden_size", "vocab_size", "num_hidden_layers"):
-        if getattr(text_config, name) != getattr(model.config, name):
-            raise UserError(f"the Medusa heads in {folder} are for a target with {name} {getattr(model.config, name)}, but "
-                            f"this one has {getattr(text_config, name)}; give heads that were trained for it")
+    check_medusa(folder, asdict(model.config), {name: getattr(text_config, name) for name in MEDUSA})
     return model

@@ -7,7 +7,6 @@ reading it: huge pages made a 4-bit product of one token a third faster where th
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from edgexpert.core.machine import available_memory
 from edgexpert.weights.matrix import PackedMatrix, TiledMatrix
 
 HUGE = 2 << 20
@@ -85,13 +85,3 @@ def placed(matrices: Sequence[PackedMatrix]) -> list[PackedMatrix]:
         assert values is not None
         copied.append(replace(matrix, values=values, scales=scales, zeros=zeros))
     return copied
-
-
-def available_memory() -> int:
-    """Bytes that can be had without swapping; 0 where the system does not tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") and "SC_AVPHYS_PAGES" in os.sysconf_names else 0
-        return pages * os.sysconf("SC_PAGE_SIZE") if pages else 0
