@@ -18,10 +18,9 @@ if TYPE_CHECKING:
     from edgexpert.weights.need import Need
 
 READ_ROUTERS = frozenset((
-    "deepseek_v2", "deepseek_v3", "ernie4_5_moe", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe",
-    "qwen2_moe", "qwen3_moe",
+    "deepseek_v2", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 ))
-"""Model types whose routers are known to be read, so that every policy works. Of others the router is tried when they are loaded."""
+"""Model types whose routers are known to be read, so that every policy works. Those of others are tried when they are loaded."""
 GGUF_FAMILIES = {"granitemoe": "granitemoe", "olmoe": "olmoe", "deepseek2": "deepseek_v2", "qwen3moe": "qwen3_moe"}
 
 
@@ -159,7 +158,7 @@ def judge_draft(name: str, target: Facts) -> dict[str, Any]:
         if folder is None or not folder.is_dir():
             folder = cached_folder(name) if is_hub_name(name) else None
             if folder is None:
-                raise UserError(f"there is no draft {name!r} here: give auto, none, ngram, a folder, or a Hub name that was pulled")
+                raise UserError(f"there is no draft {name!r} here: give auto, none, ngram, a folder, or a name that you pulled")
         raw = read_config(folder)
         sizes = {"hidden_size": _of_embedding(target, 1), "vocab_size": _of_embedding(target, 0),
                  "num_hidden_layers": target.layers, "architectures": target.config.get("architectures")}
@@ -209,7 +208,8 @@ def print_facts(facts: dict[str, Any]) -> None:
     more = "" if facts["policies_certain"] else "; the others if its router can be read, which is tried when it is loaded"
     print_line("policies: " + ", ".join(facts["policies"]) + more)
     draft = facts["draft"]
-    print_line(f"draft {draft['asked_for']}: " + (f"fits ({draft['kind']})" if draft["fits"] else f"does not fit: {draft['reason']}"))
+    judgement = f"fits ({draft['kind']})" if draft["fits"] else f"does not fit: {draft['reason']}"
+    print_line(f"draft {draft['asked_for']}: {judgement}")
     for note in draft.get("notes", ()):
         print_line(f"note: {note}")
 

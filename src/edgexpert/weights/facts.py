@@ -170,7 +170,7 @@ def part_of(name: str, shape: tuple[int, ...]) -> str:
     """The part of the model that a parameter belongs to: as `edgexpert.model.blocks.bytes_by_part` has them."""
     if re.search(r"(^|\.)(embed_tokens|wte|embed_in|token_embd)\.", name):
         return "embeddings"
-    if re.search(r"(^|\.)(lm_head|embed_out|output)\.weight$", name):
+    if re.search(r"(^|\.)(lm_head|embed_out)\.weight$|^output\.weight$", name):
         return "lm_head"
     if re.search(r"\.experts\.|_exps\.", name) or (len(shape) == 3 and "conv" not in name):
         return "experts"
@@ -272,10 +272,10 @@ def _kv_values(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> int:
     """What the KV cache has of one token in all layers: keys and values, or the latent vector that stands for both."""
     total = 0
     for name, weight in weights.items():
-        if name.endswith("kv_a_proj_with_mqa.weight"):
+        if name.endswith(("kv_a_proj_with_mqa.weight", "attn_kv_a_mqa.weight")):
             total += weight.shape[0]
-        elif name.endswith(".k_proj.weight"):
-            value = weights.get(name.removesuffix("k_proj.weight") + "v_proj.weight")
+        elif name.endswith((".k_proj.weight", ".attn_k.weight")):
+            value = weights.get(name.replace("k_proj", "v_proj").replace("attn_k", "attn_v"))
             total += weight.shape[0] + (value.shape[0] if value else weight.shape[0])
     if total:
         return total

@@ -91,7 +91,7 @@ def _read_gguf(file: BinaryIO, path: Path) -> tuple[dict[str, Any], dict[str, He
         raise UserError(f"the file {path} is of GGUF version {version}; convert it with a newer llama.cpp")
     if tensors + entries > size:
         raise ValueError("more entries than bytes")
-    metadata = {_name(file): _value(file, *_unpack(file, "<I"), size) for _ in range(entries)}
+    metadata = {_name(file): _value(file, _unpack(file, "<I")[0], size) for _ in range(entries)}
     headers, end = {}, 0
     for _ in range(tensors):
         name = _name(file)

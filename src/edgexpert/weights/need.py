@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def memory_need(facts: Facts, dtype: str, draft: Path | None = None, encoder: bo
         draft: folder of a draft that is loaded with it.
         encoder: whether the bundled importance encoder is loaded, for prompt-wise expert reuse.
     """
-    parts: dict[str, float] = Counter()
+    parts: dict[str, float] = defaultdict(float)
     if facts.kind == "packed":
         form, size = "packed", 4.0
         for name, weight in facts.weights.items():
