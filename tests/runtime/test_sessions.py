@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from edgexpert.conversion.convert import convert
+from edgexpert.conversion.options import Options
+from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
 from edgexpert.model.host import HostedModel
+from edgexpert.model.packed import load_pack
+from edgexpert.policy import PRESETS
 from edgexpert.runtime.engine import Engine
 from edgexpert.runtime.results import Generation
 from edgexpert.runtime.stream import TextStream
@@ -27,6 +33,16 @@ POLICIES = ("exact", "edgexpert", "moe-pruner")
 
 def make_engine(draft: Draft | None = None, model: PreTrainedModel | None = None) -> Engine:
     return Engine(HostedModel(model or make_model("qwen3_moe", num_hidden_layers=3)), make_tokenizer(), name="tiny", draft=draft)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    """A model whose stages are one native call each, where there are compiled kernels."""
+    folder = tmp_path_factory.mktemp("packed")
+    make_model("olmoe", hidden_size=64, intermediate_size=96, num_hidden_layers=3).save_pretrained(folder / "source")
+    make_tokenizer().save_pretrained(folder / "source")
+    convert(open_source(str(folder / "source")), folder / "packed", Options(4, 32))
+    return load_pack(folder / "packed")
 
 
 def told(result: Generation) -> dict[str, Any]:
@@ -67,6 +83,26 @@ def test_texts_that_run_together_give_what_each_gives_alone(
     together(running)
     assert [told(stream.generation) for stream in running] == alone
     assert all(result["traffic"]["decode"]["experts"] > 0 for result in alone)
+
+
+@pytest.mark.parametrize("together", [in_turns, in_threads])
+def test_texts_on_packed_weights_give_together_what_each_gives_alone(
+    packed: PreTrainedModel, together: Callable[[list[TextStream]], None]
+) -> None:
+    engine, options = make_engine(RandomDraft(128), packed), dict(max_new_tokens=24, ignore_eos=True)
+    policies = ("exact", "pruned", "edgexpert", replace(PRESETS["coalesced"], token_weight="attention"))
+
+    def begin() -> list[TextStream]:
+        return [engine.stream(prompt, policy=policy, **options) for policy in policies for prompt in PROMPTS]
+
+    alone = []
+    for stream in begin():
+        list(stream)
+        alone.append(told(stream.generation))
+    for _ in range(3):
+        running = begin()
+        together(running)
+        assert [told(stream.generation) for stream in running] == alone
 
 
 def test_a_policy_set_in_mid_text_decides_the_next_one() -> None:
