@@ -21,7 +21,8 @@ from rich.table import Table
 
 import edgexpert
 from common import BUNDLED, about, packed_model, save
-from edgexpert.cli.bench import PROMPTS, Measured
+from edgexpert.cli.bench import PROMPTS
+from edgexpert.cli.measured import Measured
 from edgexpert.kernels import native
 from edgexpert.policy import policy_named
 from edgexpert.runtime.engine import Engine

@@ -68,11 +68,20 @@ def test_a_missing_or_binary_prompts_file_is_named(tmp_path: Path) -> None:
 def test_a_chart_that_cannot_be_drawn_is_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"\.png, \.svg, \.pdf"):
         plot.require_matplotlib(tmp_path / "chart.txt")
-    with pytest.raises(UserError, match="does not exist"):
-        plot.require_matplotlib(tmp_path / "none" / "chart.png")
     monkeypatch.setattr(plot, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"edgexpert\[plot\]"):
         plot.require_matplotlib(tmp_path / "chart.png")
+
+
+def test_a_place_where_no_chart_can_stand_is_told_before_the_model_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgexpert.cli.options.Options.load", lambda self: pytest.fail("loaded"))
+    (tmp_path / "folder.png").mkdir()
+    for place, reason in (("none/chart.png", "no folder"), ("folder.png", "is a folder"), ("n" * 300 + ".png", "name")):
+        result = run("bench", "--plot", tmp_path / place)
+        assert result.exit_code == 2 and reason in result.stderr.replace("\n", " ")
+    assert [file.name for file in tmp_path.iterdir()] == ["folder.png"]
 
 
 def test_no_policies_is_bad_input(run: Run) -> None:

@@ -47,4 +47,4 @@ def test_the_check_for_extras_needs_none_of_them() -> None:
 def test_a_folder_that_cannot_be_made_is_refused(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = run("reproduce", "table5", "--out", tmp_path / "file")
-    assert result.exit_code == 2 and "cannot be made" in result.stderr
+    assert result.exit_code == 2 and "is no folder" in result.stderr

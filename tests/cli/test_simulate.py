@@ -45,6 +45,16 @@ def test_a_timeline_is_a_trace_that_perfetto_reads(run: Run, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_files_beside_the_results_are_replaced_and_said_so(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    out = tmp_path / "results.parquet"
+    arguments = ("simulate", *DENSE, "--out", out, "--json")
+    assert [run(*arguments).stderr for _ in range(2)] == [f"wrote {out}\n", f"replaced {out}\n"]
+    both = run(*arguments, "--timeline", out)
+    assert both.exit_code == 2 and "give two names" in both.stderr.replace("\n", " ")
+    assert list(tmp_path.iterdir()) == [out]
+
+
 def test_a_file_of_ones_own_is_a_device(run: Run, tmp_path: Path) -> None:
     device = tmp_path / "half.toml"
     device.write_text('base = "edgexpert"\nname = "Half"\n[dram]\nbandwidth = 8e9\n')
@@ -59,7 +69,7 @@ def test_a_file_of_ones_own_is_a_device(run: Run, tmp_path: Path) -> None:
     ((*DENSE, "--policy", "pruned"), "give --policy and --importance with --trace alone"),
     ((*DENSE, "--device", "edgexpert", "--device", "smolpu", "--timeline", "t.json"), "a timeline is of one run"),
     (("--dense", "granite-1b-a400m", "--experts", "33"), "cannot load 33 distinct ones of 32"),
-    ((*DENSE, "--out", "nowhere/results.parquet"), "there is no folder nowhere"),
+    ((*DENSE, "--out", "nowhere/results.parquet"), "there is no folder"),
     (("--trace", "nowhere.parquet"), "there is no trace"),
 ])
 def test_what_cannot_be_simulated_is_refused_with_one_sentence(run: Run, arguments: tuple[str, ...], message: str) -> None:

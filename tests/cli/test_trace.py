@@ -29,7 +29,9 @@ def test_a_synthetic_trace_says_so_everywhere(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     facts = json.loads(result.stdout)
     assert (facts["synthetic"], facts["verify_stages"], facts["model"]) == (True, 2, "granite-1b-a400m")
-    assert "synthetic: drawn at random" in run(*arguments).stdout
+    again = run(*arguments)
+    assert again.exit_code == 2 and "exists" in again.stderr and "--force" in again.stderr.replace("\n", " ")
+    assert "synthetic: drawn at random" in run(*arguments, "--force").stdout
     assert Trace(out).synthetic
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from edgexpert.cli.files import told_output
+from edgexpert.cli.measured import Measured
 from edgexpert.cli.options import Json, Options, shared_options
 from edgexpert.cli.plot import draw_comparison, require_matplotlib
 from edgexpert.cli.prompts import read_prompts
@@ -30,48 +32,6 @@ PROMPTS = (
     "There was once a king who had three sons.",
 )
 WARM_UP_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What one policy did on all prompts. Bytes are expert bytes for each output token."""
-
-    policy: str
-    generations: Sequence[Generation]
-
-    @property
-    def new_tokens(self) -> int:
-        return sum(g.new_tokens for g in self.generations)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.new_tokens / sum(g.timing.total_s for g in self.generations)
-
-    @property
-    def acceptance_length(self) -> float | None:
-        stages = sum(g.speculation.stages for g in self.generations)
-        return sum(g.speculation.emitted for g in self.generations) / stages if stages else None
-
-    @property
-    def prefill_bytes(self) -> float:
-        return sum(g.traffic.prefill["experts"] for g in self.generations) / self.new_tokens
-
-    @property
-    def decode_bytes(self) -> float:
-        return sum(g.traffic.decode["experts"] for g in self.generations) / self.new_tokens
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "policy": self.generations[0].policy,
-            "prompts": len(self.generations),
-            "new_tokens": self.new_tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "acceptance_length": self.acceptance_length,
-            "expert_bytes_per_token": {
-                "prefill": self.prefill_bytes, "decode": self.decode_bytes, "total": self.prefill_bytes + self.decode_bytes
-            },
-            "approximations": self.generations[0].approximations,
-        }
 
 
 @shared_options(without=["policy"])
@@ -105,10 +65,11 @@ def bench(
     for name in names:
         options.policy_named(name)
     params, shape = options.sampling, options.tree
-    engine = options.load()
-    measured = measure(engine, options, params, shape, names, texts, acceptance)
-    if plot is not None:
-        draw_comparison(measured, plot)
+    with told_output(plot) as drawing:
+        engine = options.load()
+        measured = measure(engine, options, params, shape, names, texts, acceptance)
+        if plot is not None and drawing is not None:
+            draw_comparison(measured, drawing, format=plot.suffix.lower().removeprefix("."))
     if json:
         print_json({"model": engine.name, "draft": measured[0].generations[0].draft,
                     "policies": [row.to_json() for row in measured], "notes": measured[0].generations[0].notes})

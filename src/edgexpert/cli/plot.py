@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
-    from edgexpert.cli.bench import Measured
+    from edgexpert.cli.measured import Measured
 
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -21,11 +21,9 @@ def require_matplotlib(file: Path) -> None:
         raise UserError("--plot needs matplotlib; install it with: pip install 'edgexpert[plot]'")
     if file.suffix.lower() not in FORMATS:
         raise UserError(f"--plot draws {', '.join(FORMATS)} files, not {file.suffix or 'a file without ending'}; rename it")
-    if not file.parent.is_dir():
-        raise UserError(f"the folder {file.parent} for --plot does not exist; make it first")
 
 
-def draw_comparison(measured: Sequence[Measured], file: Path) -> None:
+def draw_comparison(measured: Sequence[Measured], file: Path, format: str) -> None:
     """A bar a policy: expert bytes per output token, prefill on top of decode, the acceptance length above."""
     from matplotlib.figure import Figure
 
@@ -43,4 +41,4 @@ def draw_comparison(measured: Sequence[Measured], file: Path) -> None:
     axes.set_title("acceptance length above each bar", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(file)
+    figure.savefig(file, format=format)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from edgexpert.cli.files import told_output
 from edgexpert.cli.options import Json
 from edgexpert.cli.show import (
     NOTHING,
@@ -96,9 +97,6 @@ def simulate(
         return
     if not trace and not dense:
         raise UserError("nothing to simulate; give --trace FILE or --dense MODEL, or --devices to list the devices")
-    for file in (timeline, out):
-        if file is not None and not file.parent.is_dir():
-            raise UserError(f"there is no folder {file.parent} to write {file.name} into; make it first")
     from edgexpert.policy import policy_named
     from edgexpert.simulator.device import load_device
     from edgexpert.simulator.shapes import model_named
@@ -115,11 +113,12 @@ def simulate(
     cases += [dense_case(model_named(name), chip, workload) for name in dense or () for chip in chips]
     if timeline is not None and len(cases) > 1:
         raise UserError("a timeline is of one run; give one workload, one device and one policy with --timeline")
-    results = run(cases, timeline, jobs, ray)
-    if out is not None:
-        from edgexpert.simulator.sweep import result_row, write_rows
+    with told_output(timeline) as timeline_part, told_output(out) as out_part:
+        results = run(cases, timeline_part, jobs, ray)
+        if out_part is not None:
+            from edgexpert.simulator.sweep import result_row, write_rows
 
-        write_rows([result_row(case, result) for case, result in zip(cases, results, strict=True)], out)
+            write_rows([result_row(case, result) for case, result in zip(cases, results, strict=True)], out_part)
     if json:
         print_json({"runs": [run_json(case, result) for case, result in zip(cases, results, strict=True)]})
     else:

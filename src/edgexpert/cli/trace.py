@@ -15,6 +15,7 @@ from edgexpert.cli.options import Json, Options, shared_options
 from edgexpert.cli.prompts import read_prompts
 from edgexpert.cli.show import print_json, print_pairs, readable_bytes, readable_number
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import checked_file
 
 
 @shared_options()
@@ -37,19 +38,21 @@ def trace(
         float | None,
         typer.Option(help="Mean tokens of a synthesised stage. [default: the model's published one]", show_default=False),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it is there.")] = False,
     json: Json = False,
 ) -> None:
     """Record what a run decides by, for replay under any policy."""
     if (prompts is None) == (synthesise is None):
         raise UserError("give either --prompts FILE to record a run, or --synthesise MODEL to draw one at random")
+    checked_file(out, force=force)
     if prompts is not None:
-        _record(options, read_prompts(prompts), out, channels)
+        _record(options, read_prompts(prompts), out, channels, force)
     else:
         from edgexpert.trace.synthesis import synthesise_trace
 
         assert synthesise is not None
         with _progress("synthesising", stages) as advance:
-            synthesise_trace(synthesise, out, stages, prompt_tokens, acceptance, options.seed, advance)
+            synthesise_trace(synthesise, out, stages, prompt_tokens, acceptance, options.seed, advance, force=force)
     facts = summarise(out)
     if json:
         print_json(facts)
@@ -57,13 +60,14 @@ def trace(
         print_summary(facts)
 
 
-def _record(options: Options, texts: list[str], out: Path, channels: str) -> None:
+def _record(options: Options, texts: list[str], out: Path, channels: str, force: bool) -> None:
     from edgexpert.trace.record import record_trace
 
     params = options.sampling
     engine = options.load()
     with _progress("recording", len(texts)) as advance:
-        record_trace(engine, texts, out, params, options.tree, channels, advance)  # type: ignore[arg-type]  # it checks
+        record_trace(engine, texts, out, params, options.tree, channels, advance,  # type: ignore[arg-type]  # it checks
+                     force=force)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from edgexpert.conversion.calibration import calibration_tokens, round_layers
 from edgexpert.conversion.layout import Layout, plan_layout
@@ -15,6 +16,7 @@ from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
 from edgexpert.conversion.writer import Writer
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import new_folder
 from edgexpert.weights.files import sha256
 from edgexpert.weights.manifest import Manifest
 from edgexpert.weights.rounding import PackedMatrix, quantise, relative_error
@@ -40,7 +42,7 @@ def convert(
         calibration: the text that GPTQ learns from.
 
     Raises:
-        UserError: the source lacks a tensor, the destination exists, or the disk is full.
+        UserError: the source lacks a tensor, the destination exists, another process writes it, or the disk is full.
     """
     if (options.method == "gptq") != (calibration is not None):
         raise UserError("--method gptq and --calibration FILE belong together: GPTQ learns from a text, rtn needs none")
@@ -52,7 +54,14 @@ def convert(
         "calibration": None if calibration is None else sha256(calibration),
     }
     sequences = None if calibration is None else calibration_tokens(source, calibration)
-    writer = Writer(destination, layout, source, request)
+    with new_folder(destination):
+        return _convert_all(source, Writer(destination, layout, source, request), options, sequences, advance)
+
+
+def _convert_all(
+    source: Source, writer: Writer, options: Options, sequences: list[Tensor] | None, advance: Advance
+) -> Manifest:
+    layout = writer.layout
     names = [*layout.linears, *layout.floats, *layout.experts]
     sizes = {name: bytes_of(layout, name) for name in names}
 

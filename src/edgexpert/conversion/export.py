@@ -21,8 +21,8 @@ from edgexpert.conversion.convert import Advance
 from edgexpert.conversion.sources.compressed_tensors import FORMAT, PACKED, WEIGHT, require_library
 from edgexpert.conversion.sources.huggingface import EXTRAS, INDEX
 from edgexpert.conversion.sources.source import meta_model
-from edgexpert.conversion.writer import unfinished
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import new_folder, synced, writing
 from edgexpert.weights.files import Pack
 from edgexpert.weights.manifest import DENSE, EXPERTS, LayerLayout
 from edgexpert.weights.matrix import PackedMatrix, dequantise
@@ -138,29 +138,30 @@ def export(source: Path, destination: Path, advance: Advance = lambda done, tota
     """
     require_library()
     pack = Pack(source)
-    if destination.exists():
-        raise UserError(f"the folder {destination} exists; give another folder, or remove it first")
-    folder = unfinished(destination)
-    shutil.rmtree(folder, ignore_errors=True)  # a shard takes seconds: an interrupted export begins anew
-    folder.mkdir(parents=True)
-    try:
-        exporter = Exporter(pack, folder)
-        layers, total = pack.manifest.layers, len(pack.manifest.layers) + 1
-        expected = sum(pack.manifest.files[file]["bytes"] for file in (DENSE, EXPERTS))  # the lm_head grows a little
-        dense: dict[str, Tensor] = {}
-        for name, stored in pack.dense().items():
-            dense.update(exporter.linear(name, stored) if isinstance(stored, PackedMatrix) else exporter.names(name, stored))
-        exporter.save(dense, shard_name(1, total))
+    with new_folder(destination) as folder, writing(destination):
+        shutil.rmtree(folder, ignore_errors=True)  # a shard takes seconds: an interrupted export begins anew
+        folder.mkdir()
+        try:
+            _export(Exporter(pack, folder), advance)
+            folder.rename(destination)
+            synced(destination.parent)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _export(exporter: Exporter, advance: Advance) -> None:
+    pack = exporter.pack
+    layers, total = pack.manifest.layers, len(pack.manifest.layers) + 1
+    expected = sum(pack.manifest.files[file]["bytes"] for file in (DENSE, EXPERTS))  # the lm_head grows a little
+    dense: dict[str, Tensor] = {}
+    for name, stored in pack.dense().items():
+        dense.update(exporter.linear(name, stored) if isinstance(stored, PackedMatrix) else exporter.names(name, stored))
+    exporter.save(dense, shard_name(1, total))
+    advance(exporter.size, max(expected, exporter.size))
+    for done, layer in enumerate(layers, start=2):
+        exporter.save(exporter.experts(layer), shard_name(done, total))
         advance(exporter.size, max(expected, exporter.size))
-        for done, layer in enumerate(layers, start=2):
-            exporter.save(exporter.experts(layer), shard_name(done, total))
-            advance(exporter.size, max(expected, exporter.size))
-        exporter.save_config()
-        folder.rename(destination)
-    except OSError as error:
-        raise UserError(f"the folder {folder} cannot be written ({error.strerror}); make room or give another folder") from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    exporter.save_config()
 
 
 def shard_name(number: int, total: int) -> str:

@@ -24,6 +24,7 @@ from edgexpert.conversion.layout import Layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import unfinished
 from edgexpert.weights.files import sha256
 from edgexpert.weights.manifest import DENSE, EXPERTS, MANIFEST, PART_ALIGNMENT, Manifest, align
 from edgexpert.weights.rounding import PackedMatrix
@@ -48,8 +49,6 @@ class Writer:
         self.destination, self.layout = destination, layout
         self.folder = unfinished(destination)
         self.finished: dict[str, dict[str, Any]] = {}
-        if destination.exists():
-            raise UserError(f"the folder {destination} exists; give another folder, or remove it first")
         header = self._dense_header()
         self._dense_start = len(header)
         entries = self._read_journal()
@@ -210,8 +209,3 @@ class Writer:
             },
             edgexpert=version("edgexpert"),
         )
-
-
-def unfinished(destination: Path) -> Path:
-    """The folder in which a conversion is prepared."""
-    return destination.with_name(destination.name + ".unfinished")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import output_file, output_folder
 from edgexpert.reproduce import report
 from edgexpert.reproduce.figure import Figure
 
@@ -57,15 +58,26 @@ def reproduce(
         UserError: there is no such figure, an extra is not installed, or ``out`` cannot be written.
     """
     require_extras()
-    from edgexpert.reproduce.registry import FIGURES, chosen, headline, headline_figures
-    from edgexpert.reproduce.workbench import Workbench
+    from edgexpert.reproduce.registry import FIGURES, chosen, headline_figures
 
     progress, wanted = progress or Progress(), chosen(names)
     needed = [name for name in FIGURES if name in wanted or ("headline" in wanted and name in headline_figures())]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"the folder {out} cannot be made ({error.strerror}); give another `out`") from None
+    with output_folder(out) as place:
+        figures = _made(needed, wanted, settings, progress)
+        images = {name: _write_figure(name, figure, place) for name, figure in figures.items()}
+        rows = report.claim_rows(figures)
+        _write(place / "claims.json", (json.dumps({"claims": rows}, indent=1) + "\n").encode())
+        _write(place / "claims.csv", table(rows).encode())
+        _write(place / "report.md", report.markdown(figures).encode())
+        _write(place / "report.html", report.html(figures, images).encode())
+    return figures
+
+
+def _made(needed: Sequence[str], wanted: Sequence[str], settings: Settings | None, progress: Progress) -> dict[str, Figure]:
+    """The figures ``wanted``, made of those ``needed``."""
+    from edgexpert.reproduce.registry import FIGURES, headline
+    from edgexpert.reproduce.workbench import Workbench
+
     progress.begin(len(needed))
     figures: dict[str, Figure] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -76,14 +88,7 @@ def reproduce(
             progress.done()
     if "headline" in wanted:
         figures["headline"] = headline(figures)
-    figures = {name: figure for name, figure in figures.items() if name in wanted}
-    images = {name: _write_figure(name, figure, out) for name, figure in figures.items()}
-    rows = report.claim_rows(figures)
-    _write(out / "claims.json", (json.dumps({"claims": rows}, indent=1) + "\n").encode())
-    _write(out / "claims.csv", table(rows).encode())
-    _write(out / "report.md", report.markdown(figures).encode())
-    _write(out / "report.html", report.html(figures, images).encode())
-    return figures
+    return {name: figure for name, figure in figures.items() if name in wanted}
 
 
 def _write_figure(name: str, figure: Figure, out: Path) -> bytes:
@@ -133,9 +138,5 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _write(file: Path, content: bytes) -> None:
-    partial = file.with_name(file.name + ".partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(file)
-    except OSError as error:
-        raise UserError(f"the file {file} cannot be written ({error.strerror}); give another `out`") from None
+    with output_file(file) as part:
+        part.write_bytes(content)

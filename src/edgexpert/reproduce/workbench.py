@@ -78,7 +78,7 @@ class Workbench:
         prompt, stages = prompt or s.prompt, s.stages if stages is None else stages
         file = self.folder / f"{model}-{prompt}-{stages}.parquet"
         self.tell(f"synthesising {file.stem}")
-        synthesise_trace(model, file, stages, prompt, seed=s.seed)
+        synthesise_trace(model, file, stages, prompt, seed=s.seed, force=True)
         return Trace(file)
 
     @cached_property

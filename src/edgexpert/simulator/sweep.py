@@ -116,6 +116,4 @@ def write_rows(rows: Sequence[dict[str, Any]], file: Path) -> None:
         import pyarrow.parquet as pq
     except ImportError:
         raise UserError("results as Parquet need pyarrow; install it with: pip install 'edgexpert[trace]'") from None
-    partial = file.with_name(file.name + ".partial")
-    pq.write_table(pa.Table.from_pylist(list(rows)), partial)
-    partial.replace(file)
+    pq.write_table(pa.Table.from_pylist(list(rows)), file)

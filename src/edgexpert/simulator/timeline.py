@@ -97,6 +97,4 @@ class ChromeTrace:
         self.stages += 1
 
     def write(self, file: Path) -> None:
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(json.dumps({"traceEvents": self.events, "displayTimeUnit": "ns"}), "utf-8")
-        partial.replace(file)
+        file.write_text(json.dumps({"traceEvents": self.events, "displayTimeUnit": "ns"}), "utf-8")

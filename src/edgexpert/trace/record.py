@@ -15,7 +15,7 @@ from edgexpert.runtime.engine import Engine
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.sampling import SamplingParams
 from edgexpert.trace.schema import Channels, Facts
-from edgexpert.trace.write import Row, TraceWriter, floats, ints, layer_row, stage_row
+from edgexpert.trace.write import Row, TraceWriter, floats, ints, layer_row, stage_row, trace_writer
 
 SAMPLED_SHARE = 1 / 8  # of the verify stages, under --channels sampled
 
@@ -28,18 +28,22 @@ def record_trace(
     tree: TreeShape,
     channels: Channels = "full",
     advance: Callable[[], None] = lambda: None,
+    *,
+    force: bool = False,
 ) -> None:
     """Answers the prompts and writes the trace of all their stages.
 
     Args:
         advance: called after each prompt.
+        force: whether a file that is there may be replaced.
 
     Raises:
-        UserError: the model's routers have an unknown form, or a prompt does not fit; no file is left then.
+        UserError: the model's routers have an unknown form, a prompt does not fit, or the file cannot be written; none is
+            left then.
     """
     if channels not in get_args(Channels):
         raise UserError(f"`channels` must be one of {', '.join(get_args(Channels))}, not {channels}")
-    with TraceWriter(file) as writer:
+    with trace_writer(file, force) as writer:
         recorder = TraceRecorder(writer, facts_of(engine, channels, params.seed))
         for recorder.text, prompt in enumerate(prompts):
             engine.generate(prompt, params, tree, recorder=recorder)

@@ -25,7 +25,7 @@ from edgexpert.simulator.shapes import model_named
 from edgexpert.trace.channels import generator
 from edgexpert.trace.schema import Facts
 from edgexpert.trace.trees import TREE, draw_tree, fit_sharpness, walk
-from edgexpert.trace.write import Row, TraceWriter, layer_row, stage_row
+from edgexpert.trace.write import Row, layer_row, stage_row, trace_writer
 
 LOGIT_SPREAD = 2.0  # assumed
 DRAFT_STEPS = TREE.depth + 1  # EAGLE's code passes through its draft once more than its depth
@@ -94,15 +94,19 @@ def synthesise_trace(
     acceptance: float | None = None,
     seed: int = 0,
     advance: Callable[[], None] = lambda: None,
+    *,
+    force: bool = False,
 ) -> None:
     """Writes a prefill stage and ``stages`` verify stages of a model that was never run.
 
     Args:
         acceptance: mean tokens a verify stage; the published one by default.
         advance: called after each stage.
+        force: whether a file that is there may be replaced.
 
     Raises:
-        UserError: there is no such model, or the acceptance length cannot be reached with these trees.
+        UserError: there is no such model, the acceptance length cannot be reached with these trees, or the
+            file cannot be written.
     """
     if name not in MODELS:
         raise UserError(f"there is no model {name!r} to synthesise; choose one of {', '.join(MODELS)}")
@@ -116,7 +120,7 @@ def synthesise_trace(
         channels="full", synthetic=True, seed=seed,
     )
     sharpness = fit_sharpness(acceptance or published.acceptance)
-    with TraceWriter(file) as writer:
+    with trace_writer(file, force) as writer:
         for stage, layers in _stages(facts, shape.vocabulary, stages, prompt_tokens, sharpness):
             writer.append(facts, stage, layers)
             advance()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import output_file
 from edgexpert.core.routing import Routing, Scores
 from edgexpert.core.stage import Stage
 from edgexpert.trace.schema import SCHEMA, Facts
@@ -51,14 +52,32 @@ def floats(values: Tensor) -> np.ndarray:
     return values.flatten().float().cpu().numpy()
 
 
+@contextmanager
+def trace_writer(file: Path, force: bool = False) -> Iterator[TraceWriter]:
+    """A writer of a new trace, which stands complete after the block, or is not there.
+
+    Args:
+        force: whether a file that is there may be replaced.
+
+    Raises:
+        UserError: the file cannot be written or must not be replaced; or no stage was appended.
+    """
+    with output_file(file, force=force) as part:
+        writer = TraceWriter(part)
+        try:
+            yield writer
+            writer.flush()
+        finally:
+            writer.close()
+        if not writer.stages:
+            raise UserError(f"no stage ran, so there is nothing to write into the trace {file}")
+
+
 class TraceWriter:
-    """Appends stages to a new trace. A context manager: the file stands complete after it, or is not there."""
+    """Appends stages to a trace that `trace_writer` has opened."""
 
     def __init__(self, file: Path) -> None:
-        if not file.parent.is_dir():
-            raise UserError(f"the folder {file.parent} for the trace does not exist; make it first")
-        self.file = file
-        self._part = file.with_name(file.name + ".part")
+        self._file = file
         self._writer: pq.ParquetWriter | None = None
         self._rows: list[Row] = []
         self._bytes = 0
@@ -68,31 +87,23 @@ class TraceWriter:
         """Adds a stage and its layers. The facts of the first stage are the file's."""
         if self._writer is None:
             self._schema = SCHEMA.with_metadata(facts.to_metadata())
-            self._writer = pq.ParquetWriter(self._part, self._schema, compression="zstd", use_dictionary=["kind"])
+            self._writer = pq.ParquetWriter(self._file, self._schema, compression="zstd", use_dictionary=["kind"],
+                                            write_page_checksum=True)
         rows = [{"stage": self.stages, **row} for row in (stage, *layers)]
         self.stages += 1
         self._rows += rows
         self._bytes += sum(value.nbytes for row in rows for value in row.values() if isinstance(value, np.ndarray))
         if self._bytes > ROW_GROUP_BYTES:
-            self._flush()
+            self.flush()
 
-    def _flush(self) -> None:
-        assert self._writer is not None
+    def flush(self) -> None:
+        """Writes what was appended."""
+        if self._writer is None or not self._rows:
+            return
         columns = [pa.array([row.get(field.name) for row in self._rows], field.type) for field in self._schema]
         self._writer.write_batch(pa.record_batch(columns, schema=self._schema))
         self._rows, self._bytes = [], 0
 
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._writer is None:
-            return
-        try:
-            if kind is None and self._rows:
-                self._flush()
+    def close(self) -> None:
+        if self._writer is not None:
             self._writer.close()
-            if kind is None:
-                self._part.replace(self.file)
-        finally:
-            self._part.unlink(missing_ok=True)
