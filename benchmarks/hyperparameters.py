@@ -21,7 +21,7 @@ import typer
 
 import edgexpert
 from common import ModelName, Texts, cut_texts
-from edgexpert.policy import PRESETS, Policy
+from edgexpert.policy import PRESETS, Techniques
 from edgexpert.runtime.engine import Engine
 from edgexpert.speculation.draft import TreeShape
 
@@ -53,7 +53,7 @@ DECODE_LADDERS: list[Rungs] = [
 ]
 
 
-def measure(engine: Engine, policy: Policy, cut: list[tuple[list[int], list[int]]], shape: TreeShape) -> Cost:
+def measure(engine: Engine, policy: Techniques, cut: list[tuple[list[int], list[int]]], shape: TreeShape) -> Cost:
     """A policy on all texts."""
     engine.set_policy(policy)
     scores = [engine.score(prompt, truth, shape) for prompt, truth in cut]
@@ -62,8 +62,8 @@ def measure(engine: Engine, policy: Policy, cut: list[tuple[list[int], list[int]
                 sum(score.traffic.decode["experts"] for score in scores))
 
 
-def descend(engine: Engine, policy: Policy, ladders: list[Rungs], kind: str, most: float, cut: list[tuple[list[int], list[int]]],
-            shape: TreeShape) -> tuple[Policy, Cost]:
+def descend(engine: Engine, policy: Techniques, ladders: list[Rungs], kind: str, most: float,
+            cut: list[tuple[list[int], list[int]]], shape: TreeShape) -> tuple[Techniques, Cost]:
     """The policy at the foot of the descent, and its cost.
 
     Args:
@@ -75,7 +75,7 @@ def descend(engine: Engine, policy: Policy, ladders: list[Rungs], kind: str, mos
         policy = replace(policy, **ladder[0])
     cost = measure(engine, policy, cut, shape)
     while True:
-        best: tuple[float, int, Policy, Cost] | None = None
+        best: tuple[float, int, Techniques, Cost] | None = None
         for index, ladder in enumerate(ladders):
             if places[index] + 1 < len(ladder):
                 step = replace(policy, **ladder[places[index] + 1])

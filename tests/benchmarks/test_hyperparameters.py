@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgexpert.model.calibrated import read_calibrated
-from edgexpert.policy import PRESETS, Policy
+from edgexpert.policy import PRESETS, Techniques
 from tests.conftest import make_model, make_tokenizer
 
 
@@ -23,7 +23,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_descent_takes_what_saves_most_for_its_loss_and_stays_within_the_budget(benchmark: ModuleType,
                                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
-    def cost(engine: Any, policy: Policy, cut: Any, shape: Any) -> Any:
+    def cost(engine: Any, policy: Techniques, cut: Any, shape: Any) -> Any:
         cheap, dear = 1.0 - (policy.keep_mass or 1), 1.0 - (policy.keep_channels or 1)
         useless = policy.selection_ratio or 0  # saves less than it costs
         return benchmark.Cost(0.001 * cheap + 0.01 * dear + 1e-4 * useless, 0.0, 100 * (2 - cheap - dear) - 0.01 * useless)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import edgexpert
-from edgexpert.policy import Policy
+from edgexpert.policy import Techniques
 from tests.conftest import make_model, make_tokenizer
 
 PROMPT = "a fox and a crow met under an old tree"
@@ -38,7 +38,7 @@ def test_generate_runs_through_every_technique_and_detach_undoes_it() -> None:
 def test_sequences_of_a_batch_are_decided_one_by_one() -> None:
     """Under reuse a sequence's logits do not depend on its neighbours in the batch."""
     model, tokenizer = make_model("qwen3_moe"), make_tokenizer()
-    edgexpert.attach(model, Policy("custom", prompt_wise_expert_reuse=True, theta1=2.0, theta2=1.0), tokenizer=tokenizer)
+    edgexpert.attach(model, Techniques("custom", prompt_wise_expert_reuse=True, theta1=2.0, theta2=1.0), tokenizer=tokenizer)
     other = "zz top, quick brown 0123456789 !?!?!?!"
     together = model(**tokenizer([PROMPT, other], return_tensors="pt")).logits
     for row, text in enumerate((PROMPT, other)):

@@ -20,7 +20,7 @@ from edgexpert.model import packed
 from edgexpert.model.blocks import find_blocks
 from edgexpert.model.host import HostedModel
 from edgexpert.model.native_layer import NativeLayer, use_native_layers
-from edgexpert.policy import PRESETS, Policy
+from edgexpert.policy import PRESETS, Techniques
 from tests.conftest import make_model, make_tokenizer
 
 pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
@@ -55,7 +55,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     return load
 
 
-def logits(model: PreTrainedModel, policy: Policy | None = None) -> Tensor:
+def logits(model: PreTrainedModel, policy: Techniques | None = None) -> Tensor:
     """Of a text, and of a tree behind it."""
     host = HostedModel(model)
     cache, policy = host.new_cache(40), host.resolve(policy or PRESETS["exact"])

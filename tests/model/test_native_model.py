@@ -23,7 +23,7 @@ from edgexpert.model.host import HostedModel
 from edgexpert.model.native_model import native_model
 from edgexpert.model.packed import load_pack
 from edgexpert.model.running import StageOutput
-from edgexpert.policy import PRESETS, Policy
+from edgexpert.policy import PRESETS, Techniques
 from tests.conftest import make_model, make_tokenizer
 
 pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
@@ -47,7 +47,7 @@ def load(tmp_path: Path) -> Load:
     return load
 
 
-def run(host: HostedModel, policy: Policy = PRESETS["exact"]) -> tuple[list[StageOutput], TreeCache]:
+def run(host: HostedModel, policy: Techniques = PRESETS["exact"]) -> tuple[list[StageOutput], TreeCache]:
     """A prompt, a tree behind it of which a path stays, and one token more."""
     cache = host.new_cache(40)
     policy = host.resolve(policy)
@@ -126,7 +126,7 @@ def test_policies_take_turns_on_one_cache(load: Load) -> None:
 
 POLICIES = {
     "pruned": PRESETS["pruned"],
-    "coarse": Policy("coarse", coarse_pruning=True),
+    "coarse": Techniques("coarse", coarse_pruning=True),
     "coalesced": PRESETS["coalesced"],
     "edgexpert": PRESETS["edgexpert"],
     "by path": replace(PRESETS["edgexpert"], token_weight="path"),
@@ -210,7 +210,7 @@ def test_a_pruned_stage_in_one_call_gives_the_logits_of_one_layer_by_layer(polic
     assert ours.traffic == pytest.approx(theirs.traffic)
 
 
-def tree_output(host: HostedModel, policy: Policy) -> StageOutput:
+def tree_output(host: HostedModel, policy: Techniques) -> StageOutput:
     cache, policy = host.new_cache(40), host.resolve(policy)
     host.run(Stage.prefill(torch.arange(2, 2 + PROMPT), importance=torch.full((PROMPT,), 2.0)), cache, policy)
     return host.run(Stage.verify(TREE, PROMPT), cache, policy)

@@ -8,7 +8,7 @@ from torch import nn
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.model.host import HostedModel
 from edgexpert.model.router import detect_form
-from edgexpert.policy import Policy
+from edgexpert.policy import Techniques
 from tests.conftest import make_model
 
 
@@ -43,7 +43,7 @@ def test_received_attention_is_measured_without_changing_the_logits() -> None:
     prompt, logits = torch.arange(20, 30), []
     # with every channel kept, the weight of a candidate decides nothing
     for token_weight in ("routing", "attention"):
-        policy = Policy("p", fine_pruning=True, depth_aware_coalescing=True, keep_channels=1.0, selection_ratio=0.0,
+        policy = Techniques("p", fine_pruning=True, depth_aware_coalescing=True, keep_channels=1.0, selection_ratio=0.0,
                         token_weight=token_weight)  # type: ignore[arg-type]
         host = HostedModel(model)
         cache, policy = host.new_cache(32), host.resolve(policy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,15 @@ from hypothesis import strategies as st
 
 from edgexpert.core.errors import UserError
 from edgexpert.core.plan import LayerPlan
-from edgexpert.core.routing import ChannelSelection, Routing
+from edgexpert.core.routing import ChannelSelection, Routing, Scores
 from edgexpert.core.shapes import ExpertShape, Storage, WeightFormat
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.model.host import HostedModel
 from edgexpert.model.measure import calibration_text, measure_experts
-from edgexpert.policy import BASELINES, Policy, policy_named
-from edgexpert.policy.baselines import ExpertUse, fake_quantised, kept_weights, low_bit_experts
+from edgexpert.policy import BASELINES, EXACT, Policy, policy_named
+from edgexpert.policy.baselines import EdgeMoe, MoePruner, fake_quantised, kept_weights, low_bit_experts
+from edgexpert.policy.pruning import expected_candidates, prune_experts
+from edgexpert.policy.use import ExpertUse
 from tests.conftest import make_model
 
 STORIES = {"model_type": "qwen3_moe", "num_experts": 64, "top_k": 4}
@@ -102,23 +105,32 @@ def test_experts_that_are_stored_otherwise_are_loaded_whole() -> None:
         LayerPlan(0, routed(0), gate_up=selection, storage=Storage(torch.ones(4)))
 
 
-@pytest.mark.parametrize(("change", "rule"), [
-    ({"weight_sparsity": 1.0}, "`weight_sparsity` (1.0) must be from 0 to below 1"),
-    ({"low_bit_saving": 0.6}, "`low_bit_saving` (0.6) must be from 0 to 0.5"),
-    ({"weight_sparsity": 0.5, "low_bit_saving": 0.3}, "exclude one another"),
-    ({"weight_sparsity": 0.5, "fine_pruning": True}, "exclude one another"),
+@pytest.mark.parametrize(("policy", "rule"), [
+    (MoePruner(1.0), "`weight_sparsity` (1.0) must be above 0 and below 1"),
+    (MoePruner(0.0), "`weight_sparsity` (0.0) must be above 0 and below 1"),
+    (EdgeMoe(0.6), "`low_bit_saving` (0.6) must be above 0 and at most 0.5"),
 ])
-def test_contradictions_are_refused(change: dict, rule: str) -> None:
+def test_a_share_that_cannot_be_is_refused(policy: Policy, rule: str) -> None:
     with pytest.raises(UserError) as error:
-        replace(Policy(), **change).resolved(**STORIES)
+        policy.resolved(**STORIES)
     assert rule in str(error.value)
 
 
+def test_a_policy_that_selects_channels_of_prepared_weights_is_refused() -> None:
+    class Both(MoePruner):
+        def select_channels(self, *_: Any) -> None:
+            """Nothing, but it is asked."""
+
+    host = HostedModel(make_model("qwen3_moe", num_hidden_layers=1))
+    with pytest.raises(UserError, match="stores otherwise"):
+        host.resolve(Both())
+
+
 @pytest.mark.parametrize("name", sorted(BASELINES))
-def test_rivals_are_named_as_approximations_with_their_numbers(name: str) -> None:
+def test_baselines_are_named_as_approximations_with_their_numbers(name: str) -> None:
     policy = policy_named(name).resolved(**STORIES)
     assert not policy.is_exact
-    assert [str(policy.weight_sparsity or policy.low_bit_saving) in line for line in policy.approximations()] == [True]
+    assert [str({"moe-pruner": 0.5, "edgemoe": 0.35}[name]) in line for line in policy.approximations()] == [True]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # weights as [E, out, C] and as [E, C, out]
@@ -142,14 +154,19 @@ def test_a_host_prepares_weights_and_gives_the_very_same_ones_back(name: str, fa
         sum(plan.bytes(b.shape) for plan, b in zip(output.plans, host.blocks, strict=True))
     )
     assert all(plan.storage is storage[plan.layer] for plan in output.plans)
-    assert not host.storage(Policy())
+    assert not host.storage(EXACT)
     assert all(torch.equal(a, b) for a, b in zip(before, host.model.parameters(), strict=True))
 
 
 def test_dropped_experts_cost_nothing_and_the_others_what_they_are_stored_as() -> None:
     host = HostedModel(make_model("qwen3_moe", num_hidden_layers=2))
     host.statistics = measure_experts(host, [list(range(2, 60))])
-    policy = host.resolve(Policy("both", coarse_pruning=True, keep_mass=0.5, weight_sparsity=0.5))
+    class Both(MoePruner):
+        def route(self, routing: Routing, scores: Scores, stage: Stage) -> Routing:
+            assert stage.tree is not None
+            return prune_experts(routing, scores, expected_candidates(stage.tree, 0.5))
+
+    policy = host.resolve(Both())
     tree = TokenTree(torch.arange(2, 8), torch.tensor([-1, 0, 0, 0, 0, 0]), torch.tensor([0.0, -5, -5, -5, -5, -5]))
     output = host.run(Stage.verify(tree, 0), host.new_cache(6), policy)
     shape = host.blocks[0].shape

@@ -11,8 +11,8 @@ import torch
 from edgexpert.core.errors import UserError
 from edgexpert.core.routing import Routing, Scores
 from edgexpert.core.stage import Stage, TokenTree
-from edgexpert.policy import PRESETS, Policy, policy_named
-from edgexpert.policy.policy import TokenWeight
+from edgexpert.policy import PRESETS, Techniques, policy_named
+from edgexpert.policy.techniques import TokenWeight
 
 STORIES = {"model_type": "qwen3_moe", "num_experts": 64, "top_k": 4}
 
@@ -44,18 +44,18 @@ def test_the_papers_models_get_table_iii(
 
 
 def test_another_model_of_a_papers_type_gets_the_same_ratios_to_its_top_k() -> None:
-    h = Policy().resolved(**STORIES).hyperparameters
+    h = Techniques().resolved(**STORIES).hyperparameters
     assert (h.k_min, h.n_min, h.k_tri, h.n_tri) == (5, 3, 6, 2)
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (2, 2), (4, 1), (8, 2), (8, 8), (60, 4), (256, 8)])
 def test_the_automatic_choice_obeys_every_rule(num_experts: int, top_k: int) -> None:
-    resolved = Policy().resolved(model_type="other", num_experts=num_experts, top_k=top_k)
+    resolved = Techniques().resolved(model_type="other", num_experts=num_experts, top_k=top_k)
     assert resolved.resolved(model_type="other", num_experts=num_experts, top_k=top_k) == resolved
 
 
 def test_given_hyperparameters_are_kept() -> None:
-    h = Policy(k_tri=7, theta1=2.0, keep_mass=0.5).resolved(**STORIES).hyperparameters
+    h = Techniques(k_tri=7, theta1=2.0, keep_mass=0.5).resolved(**STORIES).hyperparameters
     assert (h.k_min, h.k_tri, h.theta1, h.keep_mass) == (5, 7, 2.0, 0.5)
 
 
@@ -81,7 +81,7 @@ def test_given_hyperparameters_are_kept() -> None:
 )
 def test_a_contradiction_is_refused_with_the_rule_it_breaks(change: dict, rule: str) -> None:
     with pytest.raises(UserError) as error:
-        replace(Policy(), **change).resolved(**STORIES)
+        replace(Techniques(), **change).resolved(**STORIES)
     assert rule in str(error.value).replace("`", "")
 
 
@@ -100,13 +100,13 @@ def test_presets_add_one_technique_after_the_other() -> None:
 def test_json_holds_every_resolved_hyperparameter() -> None:
     policy = policy_named("edgexpert").resolved(**STORIES)
     data = json.loads(json.dumps(policy.to_json()))
-    assert Policy(**data) == policy
+    assert Techniques(**data) == policy
     assert None not in data.values()
 
 
 def test_exact_returns_the_very_same_routing_and_all_channels() -> None:
     routing, scores = routed(torch.randn(5, 8), 2)
-    policy = Policy().resolved(model_type="other", num_experts=8, top_k=2)
+    policy = Techniques().resolved(model_type="other", num_experts=8, top_k=2)
     prefill, verify = Stage.prefill(torch.arange(5), importance=torch.ones(5)), Stage.verify(chain(5), prefix=3)
     for stage in (prefill, verify):
         assert policy.route(routing, scores, stage) is routing
@@ -120,13 +120,13 @@ def test_techniques_of_one_stage_leave_the_other_alone() -> None:
     pruned = policy_named("pruned").resolved(**sizes)
     assert pruned.route(routing, scores, prefill) is routing
     assert pruned.select_channels(torch.randn(10, 4), routing, prefill) is None
-    reuse = Policy(prompt_wise_expert_reuse=True).resolved(**sizes)
+    reuse = Techniques(prompt_wise_expert_reuse=True).resolved(**sizes)
     assert reuse.route(routing, scores, verify) is routing
 
 
 def test_reuse_without_measured_importance_is_refused() -> None:
     routing, scores = routed(torch.randn(5, 8), 2)
-    policy = Policy(prompt_wise_expert_reuse=True).resolved(model_type="other", num_experts=8, top_k=2)
+    policy = Techniques(prompt_wise_expert_reuse=True).resolved(model_type="other", num_experts=8, top_k=2)
     with pytest.raises(UserError, match="give an encoder"):
         policy.route(routing, scores, Stage.prefill(torch.arange(5)))
 
@@ -146,7 +146,7 @@ def test_the_token_weight_decides_whose_channels_are_salient(token_weight: Token
     # The root routes elsewhere. The first sibling is likelier and received more attention, the second has more weight.
     routing = Routing(torch.tensor([[1], [0], [0]]), torch.tensor([[1.0], [0.1], [0.9]]), 2)
     activations = torch.tensor([[1.0, 1.0], [1.2, 0.2], [0.2, 1.2]])
-    policy = Policy(fine_pruning=True, depth_aware_coalescing=True, keep_channels=0.5, selection_ratio=0.5,
+    policy = Techniques(fine_pruning=True, depth_aware_coalescing=True, keep_channels=0.5, selection_ratio=0.5,
                     token_weight=token_weight).resolved(model_type="other", num_experts=2, top_k=1)
     selection = policy.select_channels(activations, routing, Stage.verify(tree, 0), received=torch.tensor([0.0, 0.9, 0.1]))
     assert selection is not None

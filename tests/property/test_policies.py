@@ -12,7 +12,7 @@ from edgexpert.core.plan import LayerPlan
 from edgexpert.core.routing import ChannelSelection, Routing, Scores
 from edgexpert.core.shapes import ExpertShape, WeightFormat
 from edgexpert.core.stage import Stage, TokenTree
-from edgexpert.policy import PRESETS, Policy
+from edgexpert.policy import PRESETS, Techniques
 from edgexpert.policy.importance import Tier, token_tiers
 from edgexpert.policy.pruning import expected_candidates, needed_channels, union_by_expert
 
@@ -49,11 +49,11 @@ def verifications(draw: st.DrawFn) -> tuple[Stage, Routing, Scores, torch.Tensor
     return Stage.verify(tree, prefix=5), routing, scores, torch.randn(*routing.experts.shape, CHANNELS, generator=generator)
 
 
-def resolved(policy: Policy, routing: Routing) -> Policy:
+def resolved(policy: Techniques, routing: Routing) -> Techniques:
     return policy.resolved(model_type="any", num_experts=routing.num_experts, top_k=routing.experts.shape[1])
 
 
-def select(policy: Policy, verification: tuple[Stage, Routing, Scores, torch.Tensor]) -> tuple[Routing, ChannelSelection]:
+def select(policy: Techniques, verification: tuple[Stage, Routing, Scores, torch.Tensor]) -> tuple[Routing, ChannelSelection]:
     """Channels under a policy with fine pruning; activations [T, k, C] belong to slots, whatever routing leaves of them."""
     stage, routing, scores, activations = verification
     policy = resolved(policy, routing)
@@ -63,7 +63,7 @@ def select(policy: Policy, verification: tuple[Stage, Routing, Scores, torch.Ten
     return routing, selection
 
 
-FINE = Policy(fine_pruning=True)
+FINE = Techniques(fine_pruning=True)
 COALESCED = replace(FINE, depth_aware_coalescing=True)
 CALIBRATED = replace(COALESCED, computational_calibration=True)
 law = settings(max_examples=40, deadline=None)
@@ -74,16 +74,16 @@ ratios = st.floats(0, 0.99)
 # -- reuse ------------------------------------------------------------------------------------------------------------------
 
 @st.composite
-def prompts(draw: st.DrawFn) -> tuple[Policy, Routing, Scores, torch.Tensor]:
+def prompts(draw: st.DrawFn) -> tuple[Techniques, Routing, Scores, torch.Tensor]:
     routing, scores = draw(routings())
     weights = torch.tensor(draw(st.lists(st.sampled_from([0.0, 0.2, 0.5, 0.7, 1.0, 3.0]),
                                          min_size=len(routing.experts), max_size=len(routing.experts))))
-    return resolved(Policy(prompt_wise_expert_reuse=True), routing), routing, scores, weights
+    return resolved(Techniques(prompt_wise_expert_reuse=True), routing), routing, scores, weights
 
 
 @law
 @given(prompts())
-def test_reuse_adds_no_expert_to_the_union_and_none_to_a_token(prompt: tuple[Policy, Routing, Scores, torch.Tensor]) -> None:
+def test_reuse_adds_no_expert_to_the_union_and_none_to_a_token(prompt: tuple[Techniques, Routing, Scores, torch.Tensor]) -> None:
     policy, routing, scores, weights = prompt
     reused = policy.route(routing, scores, Stage.prefill(torch.arange(len(weights)), importance=weights))
     assert set(reused.loaded.tolist()) <= set(routing.loaded.tolist())
@@ -95,7 +95,7 @@ def test_reuse_adds_no_expert_to_the_union_and_none_to_a_token(prompt: tuple[Pol
 
 @law
 @given(prompts())
-def test_reuse_keeps_majors_top_1_and_the_models_own_weights(prompt: tuple[Policy, Routing, Scores, torch.Tensor]) -> None:
+def test_reuse_keeps_majors_top_1_and_the_models_own_weights(prompt: tuple[Techniques, Routing, Scores, torch.Tensor]) -> None:
     policy, routing, scores, weights = prompt
     reused = policy.route(routing, scores, Stage.prefill(torch.arange(len(weights)), importance=weights))
     major = token_tiers(weights, 0.8, 0.4) == Tier.MAJOR
@@ -110,7 +110,7 @@ def test_reuse_keeps_majors_top_1_and_the_models_own_weights(prompt: tuple[Polic
 
 @law
 @given(prompts(), st.randoms(use_true_random=False))
-def test_reuse_does_not_depend_on_the_order_of_tokens(prompt: tuple[Policy, Routing, Scores, torch.Tensor], random) -> None:
+def test_reuse_does_not_depend_on_the_order_of_tokens(prompt: tuple[Techniques, Routing, Scores, torch.Tensor], random) -> None:
     policy, routing, scores, weights = prompt
     order = list(range(len(weights)))
     random.shuffle(order)
@@ -150,7 +150,7 @@ def test_the_keep_set_holds_the_mass_with_the_fewest_nodes(tree: TokenTree, mass
 @given(verifications(), shares)
 def test_coarse_pruning_loads_a_subset_and_spares_the_kept(verification, mass: float) -> None:
     stage, routing, scores, _ = verification
-    policy = resolved(Policy(coarse_pruning=True, keep_mass=mass), routing)
+    policy = resolved(Techniques(coarse_pruning=True, keep_mass=mass), routing)
     pruned = policy.route(routing, scores, stage)
     keep = expected_candidates(stage.tree, mass)
     assert set(pruned.loaded.tolist()) == set(routing.experts[keep].flatten().tolist())

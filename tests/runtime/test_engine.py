@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from edgexpert.core.errors import UserError
 from edgexpert.core.stage import TokenTree
 from edgexpert.model.host import HostedModel
-from edgexpert.policy import PRESETS, Policy
+from edgexpert.policy import PRESETS, Techniques
 from edgexpert.runtime.engine import Engine
 from edgexpert.runtime.stream import TextStream
 from edgexpert.speculation.draft import Draft, TreeShape
@@ -23,7 +23,7 @@ from tests.speculation.drafts import GarbageDraft, OracleDraft, RandomDraft
 PROMPT = "once upon a time a fox met a crow, once upon a time"
 
 
-def make_engine(model: PreTrainedModel, draft: Draft | None = None, policy: Policy | None = None) -> Engine:
+def make_engine(model: PreTrainedModel, draft: Draft | None = None, policy: Techniques | None = None) -> Engine:
     return Engine(HostedModel(model), make_tokenizer(), name="tiny", draft=draft, policy=policy or PRESETS["exact"])
 
 

@@ -11,7 +11,7 @@ import torch
 from edgexpert.core.plan import LayerPlan
 from edgexpert.core.routing import Routing, Scores
 from edgexpert.core.stage import Stage, TokenTree
-from edgexpert.policy import Policy, policy_named
+from edgexpert.policy import PRESETS, Policy, Techniques
 from edgexpert.simulator.device import Device, load_device
 from edgexpert.simulator.shapes import ModelShape
 from edgexpert.simulator.workload import PlannedStage
@@ -29,8 +29,8 @@ def edgexpert(**changes: Any) -> Device:
                               for name, value in changes.items()})
 
 
-def resolved(name: str) -> Policy:
-    return policy_named(name).resolved(model_type="olmoe", num_experts=MODEL.experts, top_k=MODEL.top_k)
+def resolved(name: str) -> Techniques:
+    return PRESETS[name].resolved(model_type="olmoe", num_experts=MODEL.experts, top_k=MODEL.top_k)
 
 
 def random_tree(nodes: int, random: torch.Generator) -> TokenTree:

@@ -20,7 +20,7 @@ from edgexpert.core.errors import UserError
 from edgexpert.core.plan import LayerPlan
 from edgexpert.core.routing import ChannelSelection, Routing
 from edgexpert.model.host import HostedModel
-from edgexpert.policy import BASELINES, PRESETS, Policy, policy_named
+from edgexpert.policy import BASELINES, PRESETS, Techniques, policy_named
 from edgexpert.runtime.engine import Engine
 from edgexpert.simulator.workload import PlannedStage
 from edgexpert.speculation.draft import TreeShape
@@ -201,7 +201,7 @@ def test_without_channels_a_policy_that_needs_them_names_the_option(record: Reco
     assert len(list(trace.replay(PRESETS["exact"]))) > 2
     with pytest.raises(UserError, match="recorded with `channels` none; record it with `channels` full"):
         list(trace.replay(PRESETS["pruned"]))
-    coarse = Policy("coarse", coarse_pruning=True)
+    coarse = Techniques("coarse", coarse_pruning=True)
     assert len(list(trace.replay(coarse))) == len(list(trace.stages()))
 
 

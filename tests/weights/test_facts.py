@@ -21,7 +21,7 @@ from edgexpert.encoder.encoder import ImportanceEncoder
 from edgexpert.model.cache import bytes_per_token
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
-from edgexpert.policy import Policy
+from edgexpert.policy import Techniques
 from edgexpert.weights.facts import Facts, read_facts, weight_files
 from edgexpert.weights.headers import GGUF_TYPES, gguf_headers, safetensors_headers
 from edgexpert.weights.need import memory_need
@@ -40,7 +40,7 @@ def check_against_loaded(facts: Facts, folder: Path, dtype: str) -> None:
     assert need.parts == host.sizes
     assert need.expert == host.blocks[0].bytes / host.num_experts
     cache = host.new_cache(4)
-    host.run(Stage.prefill(torch.tensor([5, 6, 7])), cache, host.resolve(Policy()))
+    host.run(Stage.prefill(torch.tensor([5, 6, 7])), cache, host.resolve(Techniques()))
     assert need.kv_token == bytes_per_token(cache)
 
 
@@ -68,7 +68,7 @@ def test_sizes_and_memory_of_a_packed_checkpoint(family: str, bits: int, tmp_pat
         # records of experts are padded to whole pages in the file, which is what lies in memory
         assert size <= need.parts[part] <= size + 4096 * facts.experts * facts.moe_layers * (part == "experts"), part
     cache = host.new_cache(4)
-    host.run(Stage.prefill(torch.tensor([5, 6, 7])), cache, host.resolve(Policy()))
+    host.run(Stage.prefill(torch.tensor([5, 6, 7])), cache, host.resolve(Techniques()))
     assert need.kv_token == bytes_per_token(cache)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -131,8 +131,9 @@ class Options:
         """A policy by name, with the switches and hyperparameters of the command line."""
         from edgexpert import policy
 
-        values = {field.name: getattr(self, field.name, None) for field in fields(policy.Policy) if field.name != "name"}
-        return replace(policy.policy_named(name), **{field: value for field, value in values.items() if value is not None})
+        values = {field.name: getattr(self, field.name, None) for field in fields(policy.Techniques) if field.name != "name"}
+        given = {setting: value for setting, value in values.items() if value is not None}
+        return policy.with_settings(policy.policy_named(name), given)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,7 +96,7 @@ def simulate(
         return
     if not trace and not dense:
         raise UserError("nothing to simulate; give --trace FILE or --dense MODEL, or --devices to list the devices")
-    from edgexpert.policy import policy_named
+    from edgexpert.policy import policy_named, with_settings
     from edgexpert.simulator.device import load_device
     from edgexpert.simulator.shapes import model_named
     from edgexpert.trace.cases import Dense, dense_case, trace_case
@@ -108,7 +107,7 @@ def simulate(
     workload = Dense(prompt, context, stages, candidates, experts, acceptance_length, draft_steps)
     chips = [load_device(name) for name in device or ["edgexpert"]]
     changes = {} if importance is None else {"importance": importance}
-    cases = [trace_case(file, chip, replace(policy_named(name), **changes), model)  # type: ignore[arg-type]  # it checks
+    cases = [trace_case(file, chip, with_settings(policy_named(name), changes), model)
              for file in trace or () for chip in chips for name in policy or [chip.policy]]
     cases += [dense_case(model_named(name), chip, workload) for name in dense or () for chip in chips]
     if timeline is not None and len(cases) > 1:

@@ -65,7 +65,7 @@ class AttachedPolicy:
         if len(row) == 1:
             return Stage.verify(TokenTree.of_root(int(row[0])), prefix)
         importance = None
-        if self.policy.prompt_wise_expert_reuse:
+        if self.policy.needs_importance:
             real = torch.ones_like(row, dtype=torch.bool) if mask is None or mask.dim() != 1 else mask[-len(row) :].cpu().bool()
             importance = torch.zeros(len(row))
             importance[real] = self._weigh(row[real].tolist())

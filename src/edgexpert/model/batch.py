@@ -10,17 +10,19 @@ from torch import Tensor
 from edgexpert.core.routing import ChannelSelection, Routing, Scores
 from edgexpert.core.stage import Stage
 from edgexpert.policy import Policy
+from edgexpert.policy.decide import channels_of, routing_of
 
 
 def route(policy: Policy, exact: Routing, scores: Scores, stages: Sequence[Stage]) -> Routing:
     """The routing of all tokens of a pass; ``exact`` itself where the policy changes nothing."""
     if len(stages) == 1:
-        return policy.route(exact, scores, stages[0])
+        return routing_of(policy, exact, scores, stages[0])
     own = _split(exact, stages)
     lengths = [len(stage.tokens) for stage in stages]
     parts = zip(own, scores.choice.split(lengths), scores.gate.split(lengths), stages, strict=True)
     decided = [
-        policy.route(part, Scores(choice, gate, scores.normalise, scores.scale), stage) for part, choice, gate, stage in parts
+        routing_of(policy, part, Scores(choice, gate, scores.normalise, scores.scale), stage)
+        for part, choice, gate, stage in parts
     ]
     if all(new is part for new, part in zip(decided, own, strict=True)):
         return exact
@@ -32,10 +34,10 @@ def select_channels(
 ) -> ChannelSelection | None:
     """The channels of all tokens of a pass: loaded where some sequence wants them, computed on by its own tokens."""
     if len(stages) == 1:
-        return policy.select_channels(activations, routing, stages[0], received)
+        return channels_of(policy, activations, routing, stages[0], received)
     own = _split(routing, stages)
     pairs = activations.split([len(part.pair_expert) for part in own])
-    selections = [policy.select_channels(x, part, stage) for x, part, stage in zip(pairs, own, stages, strict=True)]
+    selections = [channels_of(policy, x, part, stage) for x, part, stage in zip(pairs, own, stages, strict=True)]
     if any(selection is None for selection in selections):
         return None
     known = [(s, part) for s, part in zip(selections, own, strict=True) if s is not None]

@@ -35,10 +35,9 @@ from edgexpert.model.native_model import NativeModel, native_model
 from edgexpert.model.recorder import LayerRecord, Recorder
 from edgexpert.model.running import Pass, StageOutput
 from edgexpert.model.storage import ExpertStatistics, store_experts
-from edgexpert.policy import Hyperparameters, Policy
+from edgexpert.policy import EXACT, Hyperparameters, Policy
 
 EXPERTS_IMPLEMENTATION = "edgexpert"
-EXACT = Policy()
 
 
 class HostedModel:
@@ -75,7 +74,7 @@ class HostedModel:
             self.keep_hook(block.router.register_forward_hook(self._router_hook(block)))
         model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
         self.lock = threading.RLock()  # held while a stage runs
-        self._weights_for = Policy()  # whose weights the blocks hold
+        self._weights_for: Policy = EXACT  # whose weights the blocks hold
         self._storage: dict[int, Storage] = {}
 
     @property
@@ -117,6 +116,8 @@ class HostedModel:
                 f"the router of model type {self.config.model_type} scores experts in a way that EdgeXpert does not know; "
                 "only `policy` exact can be used with it"
             )
+        if policy.stores_otherwise and policy.selects_channels:
+            raise UserError(f"policy {policy.name} selects channels of experts that it stores otherwise; choose one of the two")
         if policy.stores_otherwise and self.statistics is None:
             raise UserError(
                 f"policy {policy.name} prepares the experts' weights by their use on calibration text, which was not measured; "
@@ -142,7 +143,7 @@ class HostedModel:
                 block.restore()
             self._storage = store_experts(self.blocks, policy, self.statistics)
         for block in self.blocks:
-            block.store_channel_major(policy.fine_pruning)
+            block.store_channel_major(policy.selects_channels)
         self._weights_for = policy
 
     def new_cache(self, capacity: int) -> TreeCache:
@@ -179,11 +180,11 @@ class HostedModel:
             recorder: is told of every layer.
         """
         assert stage.prefix == cache.length, "the cache holds exactly the tokens before the stage"
-        running, acts = Pass([stage], policy, recorder), policy.acts_on(stage)
+        running = Pass([stage], policy, recorder)
         with self.lock:
             native = self.native if recorder is None else None
-            rule = policy.stage_rule(stage) if native is not None and acts else None
-            if native is not None and (rule is not None or not acts):
+            rule = policy.stage_rule(stage) if native is not None and running.acts else None
+            if native is not None and (rule is not None or not running.acts):
                 logits, features = self._run_natively(native, running, rule, cache, fused_layers)
             else:
                 logits, features = self._run_library(running, cache, fused_layers)
@@ -207,7 +208,7 @@ class HostedModel:
         mask = stage_mask(stage, self.model, device)
         self.begin(running)
         try:
-            with watch_received_attention(self.model, running.received, stage, running.policy.token_weight == "attention"):
+            with watch_received_attention(self.model, running.received, stage, running.policy.needs_received_attention):
                 output = self.model(
                     input_ids=stage.tokens[None].to(device),
                     position_ids=stage.positions[None].to(device),
@@ -262,7 +263,7 @@ class HostedModel:
             logits, weights, experts = output
             exact = Routing(experts, weights, block.num_experts, complete=True)
             running.exact[block.layer] = routing = exact
-            if (running.recorder or not running.policy.is_exact) and block.form is not None:
+            if (running.recorder or running.acts) and block.form is not None:
                 running.scores[block.layer] = scores = block.form.scores(logits)
                 routing = route(running.policy, exact, scores, running.stages)
             running.routings[block.layer] = routing
@@ -286,7 +287,7 @@ class HostedModel:
             down_seen.append(activations)
             return select(activations)
 
-        gate_up = select(x[routing.pair_token]) if running.policy.fine_pruning else None
+        gate_up = select(x[routing.pair_token]) if running.acts and running.policy.selects_channels else None
         if block.packed is None and gate_up is None and not routing.has_gaps:
             # one product on the same data as the library's where nothing is skipped
             plan = LayerPlan(block.layer, routing, storage=self._storage.get(block.layer))
@@ -308,7 +309,7 @@ class HostedModel:
     def decides_nothing(self) -> bool:
         """Whether the running stage is the router's own business, and nobody looks on: then layers may run in one piece."""
         running = self.running
-        return running is not None and running.recorder is None and not any(running.policy.acts_on(s) for s in running.stages)
+        return running is not None and running.recorder is None and not running.acts
 
     def ran_exactly(self, block: MoeBlock, experts: Tensor, weights: Tensor) -> None:
         """Takes note of a layer that ran in one piece."""

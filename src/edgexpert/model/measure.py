@@ -11,7 +11,7 @@ from edgexpert.core.stage import Stage
 from edgexpert.model.host import HostedModel
 from edgexpert.model.recorder import LayerRecord
 from edgexpert.model.storage import ExpertStatistics
-from edgexpert.policy.baselines import ExpertUse
+from edgexpert.policy.use import ExpertUse
 
 
 def calibration_text() -> list[str]:

@@ -96,6 +96,11 @@ class Pass:
     received: dict[int, Tensor] = field(default_factory=dict)
     expert_bytes: float = 0.0
 
+    @cached_property
+    def acts(self) -> bool:
+        """Whether the policy decides some of the stages; else all are the router's own business."""
+        return any(self.policy.acts_on(stage) for stage in self.stages)
+
 
 @dataclass(eq=False)
 class StageOutput:

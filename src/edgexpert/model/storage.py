@@ -1,4 +1,4 @@
-"""Policies that prepare the experts' weights once, from their use on calibration text: MoE-Pruner and EdgeMoE.
+"""Policies that prepare the experts' weights once, from their use on calibration text, as MoE-Pruner and EdgeMoE do.
 
 The prepared weights stand in for the hosted ones, which are kept and come back with the next policy: memory for the experts
 doubles meanwhile. They are computed with in the model's own dtype; only the ledger counts the smaller form. It counts shares
@@ -17,7 +17,7 @@ from edgexpert.core.shapes import Storage
 from edgexpert.kernels.experts import ExpertWeights
 from edgexpert.model.blocks import MoeBlock
 from edgexpert.policy import Policy
-from edgexpert.policy.baselines import HIGH_BITS, LOW_BITS, ExpertUse, fake_quantised, kept_weights
+from edgexpert.policy.use import ExpertUse
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +47,5 @@ def store_experts(blocks: Sequence[MoeBlock], policy: Policy, statistics: Expert
         for matrix, norm in zip((weights.gate_up, weights.down), norms, strict=True):
             for expert in range(len(matrix)):
                 weight = matrix[expert]  # [C, out], a view that is written in place
-                if policy.weight_sparsity:
-                    weight *= kept_weights(weight, norm[expert].to(weight.device), policy.weight_sparsity)
-                else:
-                    weight.copy_(fake_quantised(weight, LOW_BITS if storage.value[expert] < 1 else HIGH_BITS))
+                weight.copy_(policy.prepared(weight, norm[expert].to(weight.device), float(storage.value[expert])))
     return {block.layer: storage for block, storage in zip(blocks, storages, strict=True)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from edgexpert.policy import Policy, policy_named
+from edgexpert.policy import PRESETS, Policy, policy_named
 from edgexpert.reproduce.claims import paper
 from edgexpert.simulator.device import Device, load_device
 from edgexpert.simulator.run import Phase, RunResult
@@ -75,7 +75,7 @@ class Measured:
 def all_designs() -> list[Design]:
     """In the order of the paper's figures."""
     baseline, chip = load_device("baseline"), load_device("edgexpert")
-    exact, ours = policy_named("exact"), policy_named("edgexpert")
+    exact, ours = PRESETS["exact"], PRESETS["edgexpert"]
     designs = [
         Design("plain", "plain decoding", "reference", exact, replace(baseline, drafts=False), None),
         Design("baseline", "Baseline", "reference", exact, baseline, "baseline"),

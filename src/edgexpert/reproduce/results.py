@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from edgexpert.policy import Hyperparameters
+from edgexpert.policy import Hyperparameters, with_settings
 from edgexpert.reproduce.claims import Answer, paper
 from edgexpert.reproduce.designs import Measured
 from edgexpert.reproduce.figure import Figure, Rows, bars, column, percent_less
@@ -170,7 +170,7 @@ def fig12c(bench: Workbench) -> Figure:
 
 def _pruned_harder(bench: Workbench, model: str, kept: float) -> Measured:
     design = bench.designs["edgexpert"]
-    policy = replace(design.policy, keep_channels=kept)
+    policy = with_settings(design.policy, {"keep_channels": kept})
     return bench.alone(replace(design, title=f"{design.title}, {kept:g} of importance kept", policy=policy), model, stages=1)
 
 

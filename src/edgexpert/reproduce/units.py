@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from edgexpert.core.plan import LayerPlan
-from edgexpert.policy import Policy, policy_named
+from edgexpert.policy import PRESETS, Policy, Techniques
 from edgexpert.policy.hyperparameters import TABLE_III
 from edgexpert.reproduce.claims import Answer, paper
 from edgexpert.reproduce.figure import Figure, Rows, bars, column, lines, percent_less
@@ -29,7 +29,7 @@ PROMPTS = (128, 256, 512, 1024, 2048, 4096)
 """Tokens that the partitioning units are given."""
 RATIOS = (0.5, 0.7, 0.8, 0.9, 0.95)
 COVERAGE = 0.75  # section IV-C
-REUSE = Policy("prompt-wise reuse", prompt_wise_expert_reuse=True)
+REUSE = Techniques("prompt-wise reuse", prompt_wise_expert_reuse=True)
 
 
 def fig8b(bench: Workbench) -> Figure:
@@ -82,7 +82,7 @@ def _draw_reuse(axes: list[Axes], example: Rows, units: Rows) -> None:
 
 def _reuse_row(bench: Workbench, name: str, trace: Trace) -> dict[str, object]:
     """Savings of all prompts of a trace together; the same experts are as many bytes each."""
-    exact = _loads(bench, trace, policy_named("exact"))
+    exact = _loads(bench, trace, PRESETS["exact"])
     h = trace.resolve(REUSE).hyperparameters
     prompts = [recorded.stage for recorded in trace.stages() if recorded.stage.tree is None]
     row: dict[str, object] = {"model": name, "trace": "synthetic" if trace.synthetic else "recorded",
@@ -138,7 +138,7 @@ def _paper_ratio(name: str) -> float:
 
 def _coverages(bench: Workbench, trace: Trace) -> dict[float, float]:
     """For each selection ratio, the mean over accepted candidates, layers and matrices."""
-    pruned = policy_named("pruned")
+    pruned = PRESETS["pruned"]
     wanted = [(recorded.accepted[1:], _layers(planned)) for recorded, planned in bench.replay(trace, pruned)]
     found: dict[float, float] = {}
     for ratio in RATIOS:
@@ -165,7 +165,7 @@ def _shares(want: LayerPlan, load: LayerPlan, accepted: torch.Tensor) -> Iterato
 
 def fig10b(bench: Workbench) -> Figure:
     """Cycles of the coalescing unit with both adder trees, and expert traffic a token by technique."""
-    chip, ours = load_device("edgexpert"), policy_named("edgexpert")
+    chip, ours = load_device("edgexpert"), PRESETS["edgexpert"]
     rows: Rows = []
     for name, trace in {**{name: bench.synthetic(name, stages=1) for name in bench.settings.models},
                         "stories": bench.recorded}.items():
@@ -200,7 +200,7 @@ def _draw_coalescing(axes: list[Axes], rows: Rows) -> None:
         "pruning", "coalesced", "edgexpert")}, "expert MB a token")
 
 
-def _unit_cycles(bench: Workbench, trace: Trace, policy: Policy) -> dict[str, float]:
+def _unit_cycles(bench: Workbench, trace: Trace, policy: Techniques) -> dict[str, float]:
     """Of the verify stages, a layer and stage on average."""
     channels = trace.facts.hidden, trace.facts.intermediate
     fixed = reconfigurable = depths = experts = layers = 0

@@ -135,5 +135,5 @@ class Workbench:
 
 def _add(result: RunResult, design: Design, model: str, stages: Sequence[PlannedStage] | Iterator[PlannedStage]) -> None:
     for stage in stages:
-        outcome, _ = simulate_stage(model_named(model), design.device, stage, reuse=design.policy.prompt_wise_expert_reuse)
+        outcome, _ = simulate_stage(model_named(model), design.device, stage, reuse=design.policy.needs_importance)
         (result.prefill if outcome.kind == "prefill" else result.decode).add(outcome)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from edgexpert.model.attach import AttachedPolicy
 from edgexpert.model.calibrated import read_calibrated
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
-from edgexpert.policy import Policy, policy_named
+from edgexpert.policy import Policy, policy_named, with_settings
 from edgexpert.runtime.engine import Engine
 from edgexpert.runtime.tokens import text_and_offsets
 from edgexpert.speculation.loading import load_draft
@@ -46,7 +45,7 @@ def load(
         dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's own).
         encoder: folder or Hub name of a BERT-like encoder for prompt-wise reuse; the bundled MiniLM by default.
         threads: that compute, in this process from now on; one for each processor unless given.
-        overrides: fields of `Policy`, such as ``fine_pruning=False`` or ``selection_ratio=0.5``.
+        overrides: settings of the policy, such as ``fine_pruning=False`` or ``selection_ratio=0.5``.
 
     Raises:
         UserError: something cannot be had or does not fit; its text says what to do.
@@ -83,7 +82,7 @@ def attach(
     Returns what is attached: its ``ledger`` counts the traffic, its ``detach()`` undoes everything.
     """
     chosen = _policy(policy, overrides)
-    if chosen.prompt_wise_expert_reuse:
+    if chosen.needs_importance:
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.config.name_or_path)
         encoder = encoder or ImportanceEncoder.bundled()
 
@@ -99,7 +98,4 @@ def _policy(policy: str | Policy, overrides: dict[str, Any]) -> Policy:
     chosen = policy_named(policy) if isinstance(policy, str) else policy
     if not isinstance(chosen, Policy):
         raise UserError(f"`policy` must be a policy or the name of one, not {policy!r}")
-    unknown = sorted(overrides.keys() - {field.name for field in fields(Policy)})
-    if unknown:
-        raise UserError(f"a policy has no setting {unknown[0]!r}; it has {', '.join(f.name for f in fields(Policy))}")
-    return replace(chosen, **overrides)
+    return with_settings(chosen, overrides)

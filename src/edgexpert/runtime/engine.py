@@ -75,7 +75,7 @@ class Engine:
             if chosen.stores_otherwise and self.host.statistics is None:
                 self.host.statistics = measure_experts(self.host, [self.encode(text) for text in calibration_text()])
         resolved = self.host.resolve(chosen)
-        if resolved.prompt_wise_expert_reuse:
+        if resolved.needs_importance:
             _ = self.encoder
         return resolved
 

@@ -106,7 +106,7 @@ class Session:
 
     def _importance(self, ids: Sequence[int], cached: int) -> Tensor | None:
         """Importance of the prompt's tokens behind the cached ones, for a policy that needs it, and for the replay of any."""
-        needed = self.policy.prompt_wise_expert_reuse
+        needed = self.policy.needs_importance
         if not needed and self.recorder is None:
             return None
         attention, read = self._weigh(ids)

@@ -71,11 +71,11 @@ def trace_case(file: Path, device: Device, policy: Policy | str | None = None, m
     facts = trace.facts
     if (shape.experts, shape.hidden, shape.intermediate) != (facts.num_experts, facts.hidden, facts.intermediate):
         raise UserError(f"the trace {file} is of another model than {shape.name}; give the traced one with --model")
-    if not device.drafts and policy.fine_pruning:
+    if not device.drafts and policy.selects_channels:
         raise UserError(f"the device {device.name} decodes plainly, but policy {policy.name} selects channels for a token tree; "
                         "choose a device that drafts, or another policy")
     stages = partial(_replayed, file, policy, plain=not device.drafts)
-    return Case(str(file), trace.synthetic, policy.name, device, shape, stages, reuse=policy.prompt_wise_expert_reuse)
+    return Case(str(file), trace.synthetic, policy.name, device, shape, stages, reuse=policy.needs_importance)
 
 
 def _replayed(file: Path, policy: Policy, plain: bool) -> Iterator[PlannedStage]:

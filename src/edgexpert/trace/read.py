@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -22,13 +22,15 @@ from edgexpert.core.routing import Routing, Scores
 from edgexpert.core.shapes import ExpertShape, Storage, WeightFormat
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.policy import Hyperparameters, Policy
-from edgexpert.policy.baselines import ExpertUse
+from edgexpert.policy.decide import channels_of, routing_of
+from edgexpert.policy.use import ExpertUse
 from edgexpert.simulator.workload import PlannedStage
 from edgexpert.trace.channels import SyntheticChannels
 from edgexpert.trace.schema import SCHEMA, Facts
 from edgexpert.trace.write import Row
 
 ROWS_AT_ONCE = 16
+P = TypeVar("P", bound=Policy)
 
 
 class ChannelInputs(Protocol):
@@ -130,7 +132,7 @@ class Trace:
         """Sizes of an expert whose weights are stored in ``format``."""
         return ExpertShape(self.facts.hidden, self.facts.intermediate, self.facts.gate_up_outputs, format)
 
-    def resolve(self, policy: Policy) -> Policy:
+    def resolve(self, policy: P) -> P:
         """The policy with the hyperparameters that the traced model would have."""
         calibrated = Hyperparameters(**self.facts.calibrated) if self.facts.calibrated else None
         return policy.resolved(model_type=self.facts.model_type, num_experts=self.facts.num_experts, top_k=self.facts.top_k,
@@ -149,9 +151,12 @@ class Trace:
             UserError: the policy needs what was not recorded; says how to record it.
         """
         policy = self.resolve(policy)
+        if policy.needs_received_attention:
+            raise UserError(f"policy {policy.name} needs the attention that tokens receive, which no trace holds; replay another "
+                            "policy, or a `token_weight` of routing or path")
         storages = self._storages(policy)
         for recorded in self.stages():
-            needs_channels = policy.fine_pruning and recorded.stage.tree is not None
+            needs_channels = policy.selects_channels and recorded.stage.tree is not None and policy.acts_on(recorded.stage)
             if needs_channels and any(layer.channels is None for layer in recorded.layers):
                 if sampled_only and self.facts.channels == "sampled":
                     continue
@@ -162,8 +167,8 @@ class Trace:
 
     def _weighed(self, stage: Stage, policy: Policy) -> Stage:
         """The stage with the importance of its prompt as the policy wants it normalised."""
-        recorded = self.facts.policy["importance"]
-        if stage.importance is None or policy.importance == recorded or not policy.prompt_wise_expert_reuse:
+        recorded = self.facts.policy.get("importance", "mean")
+        if stage.importance is None or policy.importance == recorded or not policy.needs_importance:
             return stage
         if recorded == "quantile":
             raise UserError(f"the trace {self.file} holds importance as quantiles, from which no {policy.importance} can be "
@@ -244,12 +249,12 @@ class Trace:
 
 def _plan(policy: Policy, stage: Stage, layer: RecordedLayer, storage: Storage | None) -> LayerPlan:
     """What the policy decides for one layer, in the runtime's order: experts, then channels of gate/up, then of down."""
-    routing = policy.route(layer.exact, layer.scores, stage)
-    if stage.tree is None or not policy.fine_pruning:
+    routing = routing_of(policy, layer.exact, layer.scores, stage)
+    if stage.tree is None or layer.channels is None or not policy.selects_channels:
         return LayerPlan(layer.layer, routing, storage=storage)
-    assert layer.channels is not None
-    gate_up = policy.select_channels(layer.channels.gate_up(routing), routing, stage)
-    return LayerPlan(layer.layer, routing, gate_up, policy.select_channels(layer.channels.down(routing), routing, stage))
+    gate_up = channels_of(policy, layer.channels.gate_up(routing), routing, stage)
+    down = None if gate_up is None else channels_of(policy, layer.channels.down(routing), routing, stage)
+    return LayerPlan(layer.layer, routing, gate_up, down)
 
 
 def _value(column: pa.Array, number: int) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from edgexpert.core.errors import UserError
 from edgexpert.core.routing import Routing, Scores
 from edgexpert.core.stage import Stage, TokenTree
-from edgexpert.policy import Policy
+from edgexpert.policy import EXACT
 from edgexpert.simulator.shapes import model_named
 from edgexpert.trace.channels import generator
 from edgexpert.trace.schema import Facts
@@ -116,7 +116,7 @@ def synthesise_trace(
         model=name, model_type=shape.model_type, num_experts=shape.experts, top_k=shape.top_k, layers=list(shape.moe_layers),
         hidden=shape.hidden, intermediate=shape.intermediate, gate_up_outputs=2 * shape.intermediate,
         normalise=[published.normalise] * moe, scale=[1.0] * moe, draft="eagle3",
-        policy=Policy().resolved(model_type=shape.model_type, num_experts=shape.experts, top_k=shape.top_k).to_json(),
+        policy=EXACT.resolved(model_type=shape.model_type, num_experts=shape.experts, top_k=shape.top_k).to_json(),
         channels="full", synthetic=True, seed=seed,
     )
     sharpness = fit_sharpness(acceptance or published.acceptance)
