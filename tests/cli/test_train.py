@@ -13,7 +13,7 @@ import torch
 from edgexpert.cli.train import training_data
 from edgexpert.training.draft import RECIPES
 from edgexpert.training.examples import Continuations
-from edgexpert.training.model import STORIES
+from edgexpert.training.recipes import STORIES
 from tests.cli.conftest import Run
 from tests.conftest import make_tokenizer
 
@@ -120,3 +120,27 @@ def test_a_trained_draft_runs_the_model(
     again = run(*train)
     assert again.exit_code == 2
     assert "--resume" in again.stderr
+
+
+@pytest.mark.parametrize("option", [["--learning-rate", "nan"], ["--learning-rate", "1e30"], ["--steps", "0"]])
+def test_a_setting_that_no_training_survives_is_refused(run: Run, tmp_path: Path, text: Path, option: list[str]) -> None:
+    result = run("train", "draft", "--model", "stories", "--out", tmp_path / "out", "--text", text, *option)
+    assert result.exit_code == 2 and option[0] in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_binary_text_is_one_sentence(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(bytes(range(256)) * 50)
+    for option in ("--text", "--chats"):
+        result = run("train", "draft", "--model", tiny_checkpoint, "--out", tmp_path / "out", option, tmp_path / "binary")
+        assert (result.exit_code == 2 and "UTF-8" in result.stderr) or "chat template" in result.stderr, result.stderr
+
+
+def test_a_damaged_checkpoint_is_not_resumed(run: Run, tiny_checkpoint: Path, tmp_path: Path, text: Path) -> None:
+    out = tmp_path / "out"
+    train = ["train", "draft", "--model", tiny_checkpoint, "--text", text, "--out", out, "--steps", 1, "--ttt", 2,
+             "--length", 32, "--sequences", 8, "--no-regenerate"]
+    assert run(*train).exit_code == 0
+    (out / "checkpoint.pt").write_bytes(b"PK\3\4 no checkpoint")
+    result = run(*train, "--resume")
+    assert result.exit_code == 2 and "is damaged" in result.stderr.replace("\n", " ")

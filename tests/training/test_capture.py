@@ -110,3 +110,13 @@ def test_the_fused_layers_are_those_of_public_drafts(layers: int, fused: tuple[i
 def test_a_target_without_three_distinct_layers_is_refused(layers: int, given: Given, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"has {layers} layers"):
         capture(qwen3_moe(num_hidden_layers=layers), given, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["capture.json", "000000.safetensors"])
+def test_damaged_states_are_one_sentence(states: Path, tmp_path: Path, name: str) -> None:
+    for number, content in enumerate((b"", b"{", b"[]", bytes(64))):
+        broken = tmp_path / str(number)
+        shutil.copytree(states, broken)
+        (broken / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"captured states in .*{number}.* cannot be read"):
+            Captured(broken)

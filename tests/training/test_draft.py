@@ -19,8 +19,7 @@ from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.training.capture import Captured
 from edgexpert.training.corpus import END_OF_TEXT, is_held_out
 from edgexpert.training.draft import draft_config, initialise, new_draft, stories_data, train_draft
-from edgexpert.training.loop import DraftRecipe
-from edgexpert.training.model import STORIES
+from edgexpert.training.recipes import STORIES, DraftRecipe
 
 RECIPE = DraftRecipe(steps=12, ttt=3, learning_rate=1e-2, warmup=2, tokens_per_batch=80, draft_vocab=40,
                      intermediate_size=32, num_attention_heads=4)
@@ -61,14 +60,14 @@ def test_the_vocabulary_map_is_kept_on_resume(target: PreTrainedModel, states: P
     changed = tmp_path / "states"
     shutil.copytree(states, changed)
     train_draft(target, RECIPE, changed, tmp_path / "out", stop_at=1)
-    first = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["draft"]["d2t"]
+    first = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["weights"]["d2t"]
     shard = load_file(changed / "000000.safetensors")
     shard["tokens"].fill_(63)  # other counts: a map made anew would differ
     before = Captured(changed).vocabulary(40)
     save_file(shard, changed / "000000.safetensors")
     assert not torch.equal(Captured(changed).vocabulary(40), before)
     train_draft(target, replace(RECIPE), changed, tmp_path / "out", stop_at=2)
-    assert torch.equal(torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["draft"]["d2t"], first)
+    assert torch.equal(torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["weights"]["d2t"], first)
 
 
 def test_the_vocabulary_is_the_most_frequent_learned_tokens_the_lower_id_first(captured: Captured) -> None:
@@ -152,9 +151,12 @@ def test_sizes_that_do_not_fit_the_target_are_refused(target: PreTrainedModel, s
         train_draft(target, replace(RECIPE, **change), states, tmp_path)
 
 
-def test_a_recipe_without_steps_is_refused() -> None:
-    with pytest.raises(UserError, match="`steps` must be positive"):
-        DraftRecipe(steps=0)
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": float("nan")}, {"learning_rate": float("inf")},
+                                   {"learning_rate": 1e30}, {"learning_rate": -1e-3}, {"ttt": 0}])
+def test_a_recipe_that_cannot_train_is_refused(wrong: dict[str, float]) -> None:
+    name = next(iter(wrong))
+    with pytest.raises(UserError, match=f"`{name}`"):
+        DraftRecipe(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_stories_draft_learns_no_document_that_is_held_out(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

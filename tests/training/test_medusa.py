@@ -14,8 +14,8 @@ from edgexpert.core.errors import UserError
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.medusa import MedusaDraft, MedusaModel, load_medusa
 from edgexpert.training.capture import logit_scale
-from edgexpert.training.loop import DraftRecipe
 from edgexpert.training.medusa import new_medusa, train_medusa
+from edgexpert.training.recipes import DraftRecipe
 
 from .conftest import FAMILIES, qwen3_moe
 

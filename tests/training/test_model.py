@@ -15,7 +15,9 @@ from edgexpert.core.errors import UserError
 from edgexpert.training.corpus import END_OF_TEXT, documents, is_held_out, prepare
 from edgexpert.training.experts import SORTED
 from edgexpert.training.growth import split_experts
-from edgexpert.training.model import STORIES, Phase, balance_loss, fast_bfloat16, learning_rate, train_model
+from edgexpert.training.loop import fast_bfloat16
+from edgexpert.training.model import balance_loss, train_model
+from edgexpert.training.recipes import STORIES, Phase, learning_rate
 
 TINY = replace(
     STORIES,
@@ -49,8 +51,8 @@ def test_an_interrupted_training_goes_on_as_if_nothing_had_happened(corpus: Path
     for stop in (3, 5, TINY.steps, TINY.steps + 1, None):  # before, at and after the split of the experts
         train_model(GROWING, corpus, tmp_path / "broken", stop_at=stop)
     straight, broken = (torch.load(tmp_path / run / "checkpoint.pt", weights_only=True) for run in ("straight", "broken"))
-    for name, weight in straight["model"].items():
-        assert torch.equal(weight, broken["model"][name]), name
+    for name, weight in straight["weights"].items():
+        assert torch.equal(weight, broken["weights"][name]), name
     last = [json.loads((tmp_path / run / "history.json").read_text())[-1] for run in ("straight", "broken")]
     assert last[0]["loss"] == last[1]["loss"]
     assert last[0]["held_out/one"] == last[1]["held_out/one"]
@@ -134,12 +136,12 @@ def test_the_balance_loss_is_one_for_even_experts_and_more_for_a_favourite() -> 
 
 def test_training_starts_from_the_weights_of_a_model(corpus: Path, tmp_path: Path) -> None:
     first = train_model(TINY, corpus, tmp_path / "first")
-    before = torch.load(tmp_path / "first" / "checkpoint.pt", weights_only=True)["model"]
+    before = torch.load(tmp_path / "first" / "checkpoint.pt", weights_only=True)["weights"]
     longer = replace(TINY, phases=[*TINY.phases, Phase(1, {"one": 1.0}, 16, peak=1e-9)])
     train_model(longer, corpus, tmp_path / "second", start=(str(first), TINY.steps))
     after = torch.load(tmp_path / "second" / "checkpoint.pt", weights_only=True)
-    assert after["state"]["step"] == longer.steps
-    assert all(torch.allclose(weight, before[name], atol=1e-6) for name, weight in after["model"].items())
+    assert after["step"] == longer.steps
+    assert all(torch.allclose(weight, before[name], atol=1e-6) for name, weight in after["weights"].items())
 
 
 def test_the_learning_rate_warms_up_and_falls_anew_from_each_peak() -> None:
@@ -169,3 +171,13 @@ def test_training_multiplies_in_bfloat16_where_the_processor_has_a_unit_for_it(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {unit: True})
     assert fast_bfloat16() is fast
+
+
+def test_a_binary_corpus_and_damaged_tokens_are_one_sentence(corpus: Path, tmp_path: Path) -> None:
+    train_model(TINY, corpus, tmp_path / "out", stop_at=1)
+    (tmp_path / "out" / "tokens.npz").write_bytes(b"PK")
+    with pytest.raises(UserError, match="is damaged"):
+        train_model(TINY, corpus, tmp_path / "out")
+    (corpus / "a.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"a\.txt is not UTF-8 text"):
+        train_model(TINY, corpus, tmp_path / "other")

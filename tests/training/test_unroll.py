@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from edgexpert.speculation.eagle3 import Eagle3Model
 from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits
 from edgexpert.training.draft import draft_config, initialise, new_draft
-from edgexpert.training.loop import DraftRecipe
+from edgexpert.training.recipes import DraftRecipe
 from edgexpert.training.unroll import attend_unrolled, head_loss, learn_unrolled, unroll
 
 STEPS = 4

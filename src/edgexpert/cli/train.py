@@ -13,6 +13,7 @@ import typer
 from edgexpert.cli.options import MODEL_HELP, Device, Dtype
 from edgexpert.cli.show import print_line
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import output_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,12 +45,14 @@ def model(
     at_step: Annotated[int, typer.Option(min=0, help="With --start: the recipe's step that its weights stand for.")] = 0,
 ) -> None:
     """Train a bundled model again, from its recipe. An interrupted training goes on from the checkpoint in --out."""
-    from edgexpert.training.model import RECIPES, train_model
+    from edgexpert.training.model import train_model
+    from edgexpert.training.recipes import RECIPES
 
     if recipe not in RECIPES:
         raise UserError(f"there is no recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
     begin = None if start is None else (start, at_step)
-    print_line(f"saved in {train_model(RECIPES[recipe], corpus, out, start=begin)}")
+    with output_folder(out) as place:
+        print_line(f"saved in {train_model(RECIPES[recipe], corpus, place, start=begin)}")
 
 
 @app.command()
@@ -108,8 +111,9 @@ def draft(
     from edgexpert.speculation.medusa import MedusaDraft
     from edgexpert.training.capture import capture
     from edgexpert.training.draft import RECIPES, stories_data, train_draft
-    from edgexpert.training.loop import DraftRecipe, has_checkpoint
+    from edgexpert.training.loop import has_checkpoint
     from edgexpert.training.medusa import train_medusa
+    from edgexpert.training.recipes import DraftRecipe
 
     if recipe is not None and recipe not in RECIPES:
         raise UserError(f"there is no recipe {recipe!r}; choose one of {', '.join(RECIPES)}")
@@ -120,17 +124,18 @@ def draft(
         raise UserError(f"the folder {out} holds an unfinished training; add --resume to go on with it, or give another folder")
     if resume and not has_checkpoint(out):
         raise UserError(f"the folder {out} holds no training to resume; leave --resume out")
-    engine = load(model, draft="none", dtype=dtype, device=device)
-    source, held_out = (stories_data(corpus, engine.tokenizer) if corpus is not None else
-                        training_data(engine.tokenizer, text, chats, regenerate, sequences, length))
-    prompts = [str(engine.tokenizer.decode(ids, skip_special_tokens=True)) for ids in held_out[:VALIDATION_PROMPTS]]
-    target, states = engine.host.model, out / "states"
-    capture(target, source, states)
-    if kind == "medusa":
-        folder = train_medusa(target, settings, states, out, evaluate=acceptance_length(engine, MedusaDraft, prompts))
-    else:
-        evaluate = acceptance_length(engine, Eagle3Draft, prompts)
-        folder = train_draft(target, settings, states, out, start=start, evaluate=evaluate, format=format)
+    with output_folder(out) as place:
+        engine = load(model, draft="none", dtype=dtype, device=device)
+        source, held_out = (stories_data(corpus, engine.tokenizer) if corpus is not None else
+                            training_data(engine.tokenizer, text, chats, regenerate, sequences, length))
+        prompts = [str(engine.tokenizer.decode(ids, skip_special_tokens=True)) for ids in held_out[:VALIDATION_PROMPTS]]
+        target, states = engine.host.model, place / "states"
+        capture(target, source, states)
+        if kind == "medusa":
+            folder = train_medusa(target, settings, states, place, evaluate=acceptance_length(engine, MedusaDraft, prompts))
+        else:
+            evaluate = acceptance_length(engine, Eagle3Draft, prompts)
+            folder = train_draft(target, settings, states, place, start=start, evaluate=evaluate, format=format)
     print_line(f"saved in {folder}; use it with --draft {folder}")
 
 

@@ -16,16 +16,25 @@ from typing import Any
 
 import torch
 from rich.progress import track
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import output_file
+from edgexpert.kernels.modules import PackedLinear
 from edgexpert.speculation.eagle3_config import default_fused_layers
 from edgexpert.training.examples import Example, Source
 
+DESCRIPTION = "capture.json"
 FORWARD_TOKENS = 4096  # bounds the logits that are in memory at once
+
+
+def require_weights(target: PreTrainedModel) -> None:
+    """Raises UserError for a model whose weights are packed: they have no gradients, and nothing starts from them."""
+    if isinstance(target.get_output_embeddings(), PackedLinear):
+        raise UserError("the target is a packed checkpoint, which has no weights to train with; give the one it was made from")
 
 
 def fused_layers(num_layers: int) -> tuple[int, int, int]:
@@ -142,16 +151,17 @@ def capture(target: PreTrainedModel, source: Source, folder: Path) -> Captured:
     States are kept in bfloat16, or float16 where that is the target's dtype: bfloat16 holds any residual stream.
 
     Raises:
-        UserError: the target has too few layers, the disk too little room, or the folder holds another capture.
+        UserError: the target is packed or has too few layers, the disk too little room, or the folder holds another capture.
     """
+    require_weights(target)
     layers = fused_layers(target.config.get_text_config().num_hidden_layers)
     dtype = torch.float16 if target.dtype == torch.float16 else torch.bfloat16
     width = target.get_output_embeddings().in_features
     about = {"fused_layers": layers, "hidden_size": width, "vocab_size": target.config.vocab_size, "shards": len(source),
              "tokens": source.max_tokens, "dtype": str(dtype)}
     folder.mkdir(parents=True, exist_ok=True)
-    description = folder / "capture.json"
-    if description.exists() and json.loads(description.read_text()) != json.loads(json.dumps(about)):
+    description = folder / DESCRIPTION
+    if description.exists() and _described(folder) != json.loads(json.dumps(about)):
         raise UserError(f"the folder {folder} holds states of another target or source; give an empty folder, or remove it")
     missing = [index for index in range(len(source)) if not _shard(folder, index).exists()]
     needed = source.max_tokens * ((len(layers) + 1) * width * dtype.itemsize + 9) * len(missing) // max(1, len(source))
@@ -159,17 +169,32 @@ def capture(target: PreTrainedModel, source: Source, folder: Path) -> Captured:
     if needed > free:
         raise UserError(f"the captured states need {needed:,} bytes, but {folder} has {free:,} bytes free; "
                         "make room, choose another disk, or capture fewer tokens")
-    description.write_text(json.dumps(about))
+    with output_file(description) as part:
+        part.write_text(json.dumps(about))
     target.eval()
     for index in track(missing, "capturing"):
-        unfinished = folder / "unfinished"
-        save_file(_observed(target, source.shard(index, target), layers, dtype), unfinished)
-        unfinished.rename(_shard(folder, index))
+        with output_file(_shard(folder, index)) as part:
+            save_file(_observed(target, source.shard(index, target), layers, dtype), part)
     return Captured(folder)
 
 
 def _shard(folder: Path, index: int) -> Path:
     return folder / f"{index:06}.safetensors"
+
+
+def _described(folder: Path) -> Any:
+    with _reading(folder):
+        return json.loads((folder / DESCRIPTION).read_text())
+
+
+@contextmanager
+def _reading(place: Path) -> Iterator[None]:
+    """Raises UserError where captured states are damaged."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UserError(f"the captured states in {place} cannot be read ({error}); remove them, and they are captured again"
+                        ) from None
 
 
 class Captured:
@@ -181,17 +206,18 @@ class Captured:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if not (folder / "capture.json").exists():
+        if not (folder / DESCRIPTION).exists():
             raise UserError(f"the folder {folder} holds no captured states; capture them first")
-        about = json.loads((folder / "capture.json").read_text())
-        self.fused_layers: tuple[int, int, int] = tuple(about["fused_layers"])
-        self.hidden_size, self.vocab_size, self.shards = about["hidden_size"], about["vocab_size"], about["shards"]
+        with _reading(folder):
+            about = _described(folder)
+            self.fused_layers: tuple[int, int, int] = tuple(about["fused_layers"])
+            self.hidden_size, self.vocab_size, self.shards = about["hidden_size"], about["vocab_size"], int(about["shards"])
         absent = [index for index in range(self.shards) if not _shard(folder, index).exists()]
         if absent:
             raise UserError(f"the folder {folder} lacks {len(absent)} of {self.shards} shards; capture again, and it goes on")
         self.places: list[tuple[int, int, int]] = []  # shard, first token, length
         for index in range(self.shards):
-            with safe_open(_shard(folder, index), "pt") as file:
+            with _reading(_shard(folder, index)), safe_open(_shard(folder, index), "pt") as file:
                 start = 0
                 for length in file.get_tensor("lengths").tolist():
                     self.places.append((index, start, length))

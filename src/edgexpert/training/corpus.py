@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +17,33 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import output_file, writing
 
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_ONE_IN = 50
 
 
+@contextmanager
+def reading_text(path: Path) -> Iterator[None]:
+    """Raises UserError where ``path`` cannot be read as text."""
+    try:
+        yield
+    except UnicodeError:
+        raise UserError(f"the file {path} is not UTF-8 text; convert it first") from None
+    except OSError as error:
+        raise UserError(f"the file {path} cannot be read ({error.strerror}); give a text file that can") from None
+
+
 def documents(path: Path) -> Iterator[str]:
-    """Documents of one corpus file, without the end marker."""
+    """Documents of one corpus file, without the end marker.
+
+    Raises:
+        UserError: there is no such file, or it cannot be read as UTF-8 text.
+    """
     if not path.is_file():
         raise UserError(f"the corpus file {path} does not exist; give the folder that holds it as `corpus`")
     lines: list[str] = []
-    with path.open(encoding="utf-8") as file:
+    with reading_text(path), path.open(encoding="utf-8") as file:
         for line in file:
             if line.strip() == END_OF_TEXT:
                 if lines:
@@ -117,8 +134,7 @@ def prepare(
     """
     tokenizer_dir, tokens_file = out / "tokenizer", out / "tokens.npz"
     if tokens_file.exists():
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
-        tokens = dict(np.load(tokens_file))
+        tokenizer, tokens = _kept(tokenizer_dir, tokens_file)
     else:
         def texts(name: str, held_out: bool) -> Iterator[str]:
             return (d for file in domains[name] for d in documents(corpus / file) if is_held_out(d) == held_out)
@@ -137,10 +153,18 @@ def prepare(
         tokens = {f"{name}/{part}": encode(texts(name, part == "held_out"), tokenizer)
                   for name in domains for part in ("train", "held_out")}
         out.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(tokenizer_dir)
-        unfinished = out / "unfinished.npz"
-        np.savez(unfinished, **tokens)
-        unfinished.rename(tokens_file)
+        with writing(out):
+            tokenizer.save_pretrained(tokenizer_dir)
+        with output_file(tokens_file) as part, part.open("wb") as file:
+            np.savez(file, **tokens)  # type: ignore[arg-type]  # numpy: allow_pickle could be among them
     train = {name: tokens[f"{name}/train"] for name in domains}
     held_out = {name: tokens[f"{name}/held_out"] for name in domains}
     return tokenizer, Mixture(train), held_out
+
+
+def _kept(tokenizer: Path, tokens: Path) -> tuple[PreTrainedTokenizerBase, dict[str, np.ndarray]]:
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(tokenizer), dict(np.load(tokens))
+    except Exception as error:  # whatever damaged files make the readers stumble over
+        raise UserError(f"what an earlier training left in {tokens.parent} is damaged ({type(error).__name__}); give an empty "
+                        "folder, or remove this one") from error

@@ -17,9 +17,10 @@ from edgexpert.speculation.checkpoint import load_eagle3, save_eagle3
 from edgexpert.speculation.eagle3 import Eagle3Config, Eagle3Model
 from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits
 from edgexpert.training.corpus import documents, is_held_out
+from edgexpert.training.draft_trainer import DraftTrainer
 from edgexpert.training.examples import Continuations, text_prompts
-from edgexpert.training.loop import DraftRecipe, fit, has_checkpoint
-from edgexpert.training.model import STORIES
+from edgexpert.training.loop import CHECKPOINT, has_checkpoint, train
+from edgexpert.training.recipes import STORIES, DraftRecipe
 from edgexpert.training.unroll import Depth, UnrolledAttention, head_loss, learn_unrolled
 
 STORIES_DRAFT = DraftRecipe(
@@ -146,9 +147,10 @@ def train_draft(
             teacher = teacher_logits(target, batch.hidden, scale, ids).softmax(-1, dtype=torch.float32)
         return learn_unrolled(draft, head, batch, teacher, recipe.ttt, recipe.step_decay)
 
-    finished = fit(draft, learn, recipe, captured, out, evaluate=None if evaluate is None else lambda: evaluate(draft),
-                   checkpoint_every=checkpoint_every, stop_at=stop_at)
+    measure = None if evaluate is None else lambda: evaluate(draft)
+    trainer = DraftTrainer(draft, learn, recipe, captured, measure, checkpoint_every)
+    finished = train(trainer, out, checkpoint_every=checkpoint_every, stop_at=stop_at)
     if not finished:
-        return out / "checkpoint.pt"
+        return out / CHECKPOINT
     save_eagle3(draft, out / "draft", format, target.config)
     return out / "draft"

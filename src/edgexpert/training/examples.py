@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.core.errors import UserError
+from edgexpert.training.corpus import reading_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +179,15 @@ def _chats(file: Path) -> Iterator[list[dict[str, str]]]:
     """Message lists of a JSONL file with one ``{"messages": [{"role": ..., "content": ...}, ...]}`` a line."""
     if not file.is_file():
         raise UserError(f"the chats file {file} does not exist; give a JSONL file with one object with messages a line")
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    with reading_text(file):
+        lines = file.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            yield [{"role": message["role"], "content": message["content"]} for message in json.loads(line)["messages"]]
-        except (ValueError, KeyError, TypeError):
+            messages = [{"role": message["role"], "content": message["content"]} for message in json.loads(line)["messages"]]
+            if not all(isinstance(text, str) for message in messages for text in message.values()):
+                raise TypeError
+            yield messages
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(f"line {number} of {file} is not an object with a list of messages, each with role and "
                             "content; correct or remove it") from None
 

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from edgexpert.core.errors import UserError
 from edgexpert.speculation.medusa import MedusaConfig, MedusaHead, MedusaModel, save_medusa
 from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits
-from edgexpert.training.loop import DraftRecipe, fit
+from edgexpert.training.draft_trainer import DraftTrainer
+from edgexpert.training.loop import CHECKPOINT, train
+from edgexpert.training.recipes import DraftRecipe
 from edgexpert.training.unroll import Depth, head_loss, learn
 
 
@@ -74,9 +76,10 @@ def train_medusa(
         return learn(losses, [state] * recipe.ttt, teacher[:, 1:], batch.best[:, 1:], mask, torch.ones_like(mask),
                      lambda ids: ids, recipe.step_decay)
 
-    finished = fit(model, learn_batch, recipe, captured, out, evaluate=None if evaluate is None else lambda: evaluate(model),
-                   checkpoint_every=checkpoint_every, stop_at=stop_at)
+    measure = None if evaluate is None else lambda: evaluate(model)
+    trainer = DraftTrainer(model, learn_batch, recipe, captured, measure, checkpoint_every)
+    finished = train(trainer, out, checkpoint_every=checkpoint_every, stop_at=stop_at)
     if not finished:
-        return out / "checkpoint.pt"
+        return out / CHECKPOINT
     save_medusa(model, out / "draft")
     return out / "draft"
