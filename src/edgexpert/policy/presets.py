@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from edgexpert.core.errors import UserError
 from edgexpert.policy.baselines import EdgeMoe, MoePruner
+from edgexpert.policy.plugins import GROUP, plugin_named, plugin_names
 from edgexpert.policy.protocol import Policy
 from edgexpert.policy.techniques import Techniques
 
@@ -26,8 +27,18 @@ BASELINES: dict[str, Policy] = {policy.name: policy for policy in (MoePruner(), 
 
 
 def policy_named(name: str) -> Policy:
-    """Raises UserError listing the policies there are."""
-    known: dict[str, Policy] = {**PRESETS, **BASELINES}
-    if name not in known:
-        raise UserError(f"there is no policy {name!r}; choose one of {', '.join(known)}")
-    return known[name]
+    """A policy of this package or, by its entry point, of another.
+
+    Raises:
+        UserError: there is no such policy, which lists those there are; or a package offers it and is at fault.
+    """
+    own: dict[str, Policy] = {**PRESETS, **BASELINES}
+    offered = plugin_names()
+    if name in own and name in offered:
+        raise UserError(f"an installed package offers a policy {name!r}, which EdgeXpert has itself; remove it, or rename its "
+                        f"entry point of the group {GROUP}")
+    if name in offered:
+        return plugin_named(name)
+    if name not in own:
+        raise UserError(f"there is no policy {name!r}; choose one of {', '.join([*own, *offered])}")
+    return own[name]

@@ -172,7 +172,9 @@ def with_settings(policy: Policy, settings: dict[str, Any]) -> Policy:
     """
     if not settings:
         return policy
-    known: list[str] = [field.name for field in fields(policy)] if is_dataclass(policy) and not isinstance(policy, type) else []
+    known: list[str] = []
+    if is_dataclass(policy) and not isinstance(policy, type):
+        known = [field.name for field in fields(policy) if field.name != "name"]
     unknown = next((name for name in settings if name not in known), None)
     if unknown is not None:
         raise UserError(f"policy {policy.name} has no setting {unknown!r}; it has {', '.join(known) or 'none'}")
