@@ -7,7 +7,7 @@ from torch import nn
 
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.model.host import HostedModel
-from edgexpert.model.router import detect_form
+from edgexpert.model.router import detect_form, try_router
 from edgexpert.policy import Techniques
 from tests.conftest import make_model
 
@@ -34,7 +34,8 @@ def test_a_router_of_an_unknown_form_is_not_guessed() -> None:
             values, index = logits.topk(2)
             return logits, values.exp().log1p(), index
 
-    assert detect_form(Odd()) is None
+    odd = Odd()
+    assert detect_form(try_router(odd, odd, 8)) is None
 
 
 def test_received_attention_is_measured_without_changing_the_logits() -> None:

@@ -26,8 +26,8 @@ from edgexpert.conversion.layout import Layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source, meta_model
 from edgexpert.core.errors import UserError
+from edgexpert.core.library import compute_buffers
 from edgexpert.model.blocks import MoeBlock, decoder_layers, find_blocks
-from edgexpert.model.packed import fill_buffers
 from edgexpert.weights.matrix import PackedMatrix, dequantise
 from edgexpert.weights.rounding import quantise, relative_error
 
@@ -116,7 +116,7 @@ def _first_inputs(
         return hidden_states
 
     _load(model, source, (n for n in model.state_dict() if n.startswith(stem) and not n.startswith(f"{stem}layers.")))
-    fill_buffers(model)
+    compute_buffers(model)
     for number, layer in enumerate(layers):
         layer.forward = partial(pass_on, number)
     for tokens in sequences:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from edgexpert.conversion.convert import Advance
 from edgexpert.conversion.sources.compressed_tensors import FORMAT, PACKED, WEIGHT, require_library
 from edgexpert.conversion.sources.huggingface import EXTRAS, INDEX
 from edgexpert.conversion.sources.source import meta_model
 from edgexpert.core.errors import UserError
+from edgexpert.core.library import revert_weight_conversion
 from edgexpert.core.output import new_folder, synced, writing
 from edgexpert.weights.files import Pack
 from edgexpert.weights.manifest import DENSE, EXPERTS, LayerLayout

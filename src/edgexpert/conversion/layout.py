@@ -14,6 +14,8 @@ from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
 from edgexpert.core.errors import UserError
 from edgexpert.model.blocks import MoeBlock, find_blocks
+from edgexpert.model.packed import check_packable
+from edgexpert.model.supported import check_supported
 from edgexpert.weights.manifest import (
     PART_ALIGNMENT,
     RECORD_ALIGNMENT,
@@ -91,11 +93,9 @@ def plan_layout(source: Source, options: Options) -> Layout:
         UserError: the model has no experts, or the group size does not divide a dimension.
     """
     model, bits = source.model, options.bits_by_part
+    check_supported(model)
+    check_packable(model)
     blocks = find_blocks(model)
-    if not blocks:
-        raise UserError(
-            f"model type {source.config.model_type} has no mixture-of-experts layer of a known form; give an MoE model"
-        )
     for name in model.state_dict():
         source.dtype(name)  # all are there
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch.overrides import TorchFunctionMode
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.library import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from edgexpert.kernels import dense, native
 from edgexpert.weights.matrix import PackedMatrix
 
@@ -48,14 +49,32 @@ class FloatEmbedding(nn.Embedding):
         return super().forward(input).float()
 
 
-class RouterWeight(Tensor):
-    """A router's weight. The library's router multiplies by it with ``F.linear``, which goes to our own product instead."""
+LANES = 64
+"""More elements than any processor's loop takes at once."""
+_ELEMENTWISE = {
+    function for name in ("sigmoid", "silu", "softplus", "tanh", "exp", "gelu", "log", "sqrt", "rsqrt", "mish", "logsigmoid")
+    for owner in (torch, Tensor, F) if (function := getattr(owner, name, None)) is not None
+}
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is F.linear and len(args) == 2:
-            return dense.linear(args[0], args[1].as_subclass(Tensor))
-        return super().__torch_function__(func, types, args, kwargs or {})
+
+class SteadyRows(TorchFunctionMode):
+    """While open, PyTorch gives a token the same bits whatever else shares the call, as our kernels do.
+
+    Its loops compute the last elements of a tensor in another way than the others, and its products have an order of sums that
+    depends on their size. Elementwise functions get a multiple of `LANES` elements here, and float products go to our own.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ELEMENTWISE and args and isinstance(args[0], Tensor) and args[0].numel() % LANES:
+            x = args[0]
+            padded = F.pad(x.reshape(-1), (0, -x.numel() % LANES))
+            return func(padded, *args[1:], **kwargs)[: x.numel()].view(x.shape)
+        if func is F.linear and len(args) >= 2 and not args[1].is_meta and args[0].dtype == args[1].dtype == torch.float32:
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            out = dense.linear(args[0], args[1])
+            return out if bias is None else out + bias
+        return func(*args, **kwargs)
 
 
 def attention_interface(
@@ -65,13 +84,15 @@ def attention_interface(
     """The library's attention interface: [1, heads, T, D] -> [1, T, heads, D]."""
     if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
         raise UserError("attention sinks and soft caps are not supported on packed checkpoints; use the original checkpoint")
+    if query.is_meta:
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
     mask = None if attention_mask is None else attention_mask[0, 0]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return dense.attention(query[0], key[0], value[0], mask, scale)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_interface)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, lambda *args, **kwargs: None)  # a stage brings its own; a text needs none
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
 
 
 def weights_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

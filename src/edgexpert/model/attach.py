@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from edgexpert.core.library import cache_of
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.core.traffic import Ledger, Phase
 from edgexpert.model.host import HostedModel
@@ -45,7 +46,7 @@ class AttachedPolicy:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None:
             return  # embeddings were given: no tokens to decide by
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        cache = cache_of(kwargs)
         prefix = int(cache.get_seq_length()) if cache is not None else 0
         mask = kwargs.get("attention_mask")
         stages = [self._stage(row, prefix, None if mask is None else mask[i]) for i, row in enumerate(ids)]
@@ -56,9 +57,8 @@ class AttachedPolicy:
         self.host.lock.release()
         if running is None or len(running.plans) < len(self.host.blocks):
             return  # no tokens, or an error in mid-pass
-        cache = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
         phase: Phase = "prefill" if running.stages[0].kind == "prefill" else "decode"
-        self.ledger.add_all(phase, self.host.traffic(running, cache))
+        self.ledger.add_all(phase, self.host.traffic(running, cache_of(output)))
 
     def _stage(self, row: Tensor, prefix: int, mask: Tensor | None) -> Stage:
         row = row.cpu()

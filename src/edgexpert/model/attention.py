@@ -1,48 +1,108 @@
-"""Attention of a stage: the mask of a token tree, and how much attention each candidate receives."""
+"""Attention of a stage: the mask of a token tree, and how much attention each candidate receives.
+
+The library's models say what each of their layers may see with a function of two positions: all that came before, a window of
+it, or a chunk. A token tree asks that function for every node at the node's own position, and takes away what is not on the
+node's path. So windows are those of the library, wherever a configuration has them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.library import (
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    MaskFunction,
+    attention_implementation,
+    is_causal,
+)
 from edgexpert.core.stage import Stage
 from edgexpert.kernels.modules import ATTENTION
 
+_running: ContextVar[Stage | None] = ContextVar("stage", default=None)
+_asked: ContextVar[list[MaskFunction] | None] = ContextVar("asked", default=None)
 
-def stage_mask(stage: Stage, model: PreTrainedModel, device: torch.device) -> Tensor | dict[str, Tensor] | None:
-    """Who attends to whom, [1, 1, T, prefix + T]; None where the library's own causal mask does.
 
-    A model with sliding-window layers gets one mask for each of its layer types.
+@contextmanager
+def attending(stage: Stage) -> Iterator[None]:
+    """While open, the library's models make the masks of this stage, and rotary embeddings know its positions."""
+    token = _running.set(stage)
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def running_stage() -> Stage | None:
+    """The stage that is going through a model of the library right now."""
+    return _running.get()
+
+
+@contextmanager
+def asked_masks() -> Iterator[list[MaskFunction]]:
+    """While open, gathers what models ask of their masks, mask by mask."""
+    asked: list[MaskFunction] = []
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+def stage_mask(stage: Stage, sees: MaskFunction) -> Tensor | None:
+    """Who attends to whom, bool [1, 1, T, prefix + T]; None for a text in which every token sees all before it.
+
+    Args:
+        sees: whether a position sees another one.
     """
-    config = model.config.get_text_config()
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = int(getattr(config, "sliding_window", None) or 0)
-    slides = window > 0 and "sliding_attention" in types
-    if not stage.is_tree and not slides:
+    if not stage.is_tree and is_causal(sees):
         return None
-    block = stage.tree.mask if stage.tree is not None else torch.ones(len(stage.tokens), len(stage.tokens)).tril().bool()
-    full = torch.cat([torch.ones(len(stage.tokens), stage.prefix, dtype=torch.bool), block], dim=1)
-    if not slides:
-        return _as_attention_wants(full, model).to(device)
-    key_positions = torch.cat([torch.arange(stage.prefix), stage.positions])
-    near = stage.positions[:, None] - key_positions[None, :] < window
-    masks = {"full_attention": full, "sliding_attention": full & near}
-    return {kind: _as_attention_wants(masks[kind], model).to(device) for kind in types}
+    tokens, positions = len(stage.tokens), stage.positions
+    block = stage.tree.mask if stage.tree is not None else torch.ones(tokens, tokens, dtype=torch.bool).tril()
+    path = torch.cat([torch.ones(tokens, stage.prefix, dtype=torch.bool), block], dim=1)[None, None]
+    if is_causal(sees):
+        return path
+    keys, zero = torch.cat([torch.arange(stage.prefix), positions]), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    return path & sees(zero, zero, positions[None, None, :, None], keys[None, None, None, :])
 
 
-def _as_attention_wants(mask: Tensor, model: PreTrainedModel) -> Tensor:
-    """SDPA and our own take booleans; eager attention adds the mask to its scores."""
-    if model.config._attn_implementation in ("sdpa", ATTENTION):
-        return mask[None, None]
-    scores = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
-    return scores[None, None]
+def _for_trees(library: Any, adds: bool) -> Any:
+    """The library's way to make a mask, and ours for the stage of a token tree.
+
+    Args:
+        adds: its attention adds the mask to the scores, instead of taking booleans.
+    """
+
+    def make(*args: Any, mask_function: MaskFunction, **kwargs: Any) -> Tensor | None:
+        asked, stage = _asked.get(), _running.get()
+        if asked is not None:
+            asked.append(mask_function)
+        if stage is None or not stage.is_tree:
+            made: Tensor | None = library(*args, mask_function=mask_function, **kwargs)
+            return made
+        if kwargs["kv_length"] != stage.prefix + len(stage.tokens):
+            raise UserError("a layer of this model keeps other keys than those of the tokens before it, which is not supported; "
+                            "give another model")
+        mask, device = stage_mask(stage, mask_function), kwargs.get("device", "cpu")
+        assert mask is not None
+        if not adds:
+            return mask.to(device)
+        scores = torch.zeros(mask.shape, dtype=kwargs["dtype"])
+        return scores.masked_fill_(~mask, torch.finfo(scores.dtype).min).to(device)
+
+    return make
+
+
+for _name, _adds in (("sdpa", False), ("eager", True), (ATTENTION, False)):
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_name, _for_trees(ALL_MASK_ATTENTION_FUNCTIONS[_name], _adds))
 
 
 @contextmanager
@@ -57,7 +117,7 @@ def watch_received_attention(
     if not wanted or stage.tree is None:
         yield
         return
-    name = model.config._attn_implementation
+    name = attention_implementation(model)
     if name not in ALL_ATTENTION_FUNCTIONS:
         raise UserError(
             f"the model type {model.config.model_type} runs with its own {name} attention, whose weights cannot be read; "

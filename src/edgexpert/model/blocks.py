@@ -1,6 +1,7 @@
 """Finding the MoE blocks of a transformers model by their form, and weighing its parts.
 
-A block is a router that returns (logits, weights, expert indices) beside an experts module with three-dimensional weights.
+A block is a router beside an experts module with three-dimensional weights, whose execution the library lets others take over.
+The router returns (logits, weights, expert indices).
 """
 
 from __future__ import annotations
@@ -14,18 +15,21 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from edgexpert.core.errors import UserError
+from edgexpert.core.library import activation, is_experts
 from edgexpert.core.shapes import ExpertShape, WeightFormat
 from edgexpert.core.traffic import Part
 from edgexpert.kernels.experts import ExpertWeights, PackedExpertWeights
 from edgexpert.kernels.modules import weights_of
-from edgexpert.model.router import RouterForm, detect_form
+from edgexpert.model.router import RouterForm, Tried, detect_form, try_router
 
 
 @dataclass(eq=False)
 class MoeBlock:
-    """One MoE block: its router, its experts and where they stand."""
+    """One MoE block: its router, its experts, the module that holds both, and where they stand."""
 
     layer: int
+    module: nn.Module
     router: Any
     experts: Any
     hosted: dict[str, Tensor] = field(default_factory=dict)  # weights as they came, while others stand in for them
@@ -38,13 +42,22 @@ class MoeBlock:
     def num_experts(self) -> int:
         return int(self.experts.down_proj.shape[0])
 
-    @property
+    @cached_property
     def top_k(self) -> int:
-        return int(self.router.top_k)
+        known = getattr(self.router, "top_k", None)
+        if known is None and self._tried is not None:
+            known = self._tried.index.shape[1]
+        if known is None:
+            raise UserError(f"how many experts {type(self.router).__name__} chooses for a token is not known; give another model")
+        return int(known)
 
     @cached_property
     def form(self) -> RouterForm | None:
-        return detect_form(self.router)
+        return detect_form(self._tried)
+
+    @cached_property
+    def _tried(self) -> Tried | None:
+        return try_router(self.module, self.router, self.num_experts)
 
     @cached_property
     def packed(self) -> PackedExpertWeights | None:
@@ -98,13 +111,12 @@ class MoeBlock:
         gate_up, down = getattr(self.experts, self.gate_up_name), self.experts.down_proj
         if not self.experts.is_transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        has_gate = self.experts.has_gate
         return ExpertWeights(
             gate_up,
             down,
             getattr(self.experts, self.gate_up_name + "_bias", None),
             getattr(self.experts, "down_proj_bias", None),
-            self.experts._apply_gate if has_gate else self.experts.act_fn,
+            activation(self.experts),
         )
 
 
@@ -113,17 +125,12 @@ def find_blocks(model: PreTrainedModel) -> list[MoeBlock]:
     blocks: list[MoeBlock] = []
     for name, module in model.named_modules():
         children = dict(module.named_children())
-        experts = next((c for c in children.values() if _is_experts(c)), None)
-        router = next((c for n, c in children.items() if n in ("gate", "router") and hasattr(c, "top_k")), None)
+        experts = next((c for c in children.values() if is_experts(c)), None)
+        router = next((c for n, c in children.items() if n in ("gate", "router")), None)
         if experts is not None and router is not None:
             layer = re.search(r"\.(\d+)(\.|$)", name)
-            blocks.append(MoeBlock(int(layer[1]) if layer else len(blocks), router, experts))
+            blocks.append(MoeBlock(int(layer[1]) if layer else len(blocks), module, router, experts))
     return blocks
-
-
-def _is_experts(module: nn.Module) -> bool:
-    down = getattr(module, "down_proj", None)
-    return isinstance(down, Tensor) and down.dim() == 3 and hasattr(module, "_is_expert_parallel")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.library import tied_weights
 from edgexpert.int8 import dequantise_rows, quantise_rows
 
 WEIGHTS = "model.int8.safetensors"
@@ -25,7 +26,7 @@ def save_packed(model: PreTrainedModel, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-    tied = set(model.all_tied_weights_keys or {})
+    tied = set(tied_weights(model))
     tensors = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
     save_file(quantise_rows(tensors, LARGE), folder / WEIGHTS, metadata={"format": "pt"})
 
@@ -34,7 +35,7 @@ def load_packed(folder: Path, config: PreTrainedConfig, dtype: torch.dtype | str
     """The dequantised model, loaded strictly."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if dtype == "auto" else dtype)
     loaded = model.load_state_dict(dequantise_rows(load_file(folder / WEIGHTS)), strict=False)
-    missing = set(loaded.missing_keys) - set(model.all_tied_weights_keys or {})
+    missing = set(loaded.missing_keys) - set(tied_weights(model))
     if missing or loaded.unexpected_keys:
         odd = sorted(missing) + sorted(loaded.unexpected_keys)
         raise UserError(f"the file {folder / WEIGHTS} does not fit its config.json ({odd[0]}); reinstall edgexpert")

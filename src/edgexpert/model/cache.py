@@ -7,8 +7,8 @@ from math import prod
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
+from edgexpert.core.library import Cache, CacheLayerMixin
 from edgexpert.weights.memory import huge_pages
 
 

@@ -7,7 +7,6 @@ everything off the model is the library's, bit for bit.
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.library import (
+    ALL_EXPERTS_FUNCTIONS,
+    Cache,
+    experts_implementation,
+    forward_arguments,
+    library_experts,
+)
 from edgexpert.core.plan import LayerPlan
 from edgexpert.core.routing import ChannelSelection, Routing
 from edgexpert.core.shapes import Storage
@@ -27,14 +31,16 @@ from edgexpert.core.stage import Stage
 from edgexpert.core.traffic import Part
 from edgexpert.kernels.experts import down_inputs, run_experts
 from edgexpert.kernels.layers import StageRule
-from edgexpert.model.attention import stage_mask, watch_received_attention
+from edgexpert.model.attention import attending, watch_received_attention
 from edgexpert.model.batch import route, select_channels
-from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes, find_blocks
+from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes
 from edgexpert.model.cache import TreeCache, bytes_per_token
 from edgexpert.model.native_model import NativeModel, native_model
 from edgexpert.model.recorder import LayerRecord, Recorder
+from edgexpert.model.rope import follow_stages
 from edgexpert.model.running import Pass, StageOutput
 from edgexpert.model.storage import ExpertStatistics, store_experts
+from edgexpert.model.supported import known_blocks
 from edgexpert.policy import EXACT, Hyperparameters, Policy
 
 EXPERTS_IMPLEMENTATION = "edgexpert"
@@ -54,18 +60,13 @@ class HostedModel:
         self.model = model.eval()
         self.calibrated = calibrated
         self.config = model.config.get_text_config()
-        self.blocks = find_blocks(model)
+        self.blocks = known_blocks(model)
         for earlier in {block.experts._edgexpert[0] for block in self.blocks if hasattr(block.experts, "_edgexpert")}:
             earlier.detach()
-        if not self.blocks:
-            raise UserError(
-                f"the model {model.config.name_or_path or 'at hand'} (model type {self.config.model_type}) has no "
-                "mixture-of-experts layer of a known form, so there is nothing for EdgeXpert to do: give an MoE model"
-            )
         self.statistics: ExpertStatistics | None = None
         self.sizes = bytes_by_part(model, self.blocks)
-        self._cache_argument = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
-        self._library_experts = model.config._experts_implementation
+        self._library_experts = experts_implementation(model)
+        self._rotary = follow_stages(model)
         self.native = native_model(model)
         self.running: Pass | None = None
         self._hooks: list[RemovableHandle] = []
@@ -160,6 +161,8 @@ class HostedModel:
         self._hold_weights_for(EXACT)
         for block in self.blocks:
             del block.experts._edgexpert
+        for rotary in self._rotary:
+            del rotary.forward  # the class's own comes back
         self.model.set_experts_implementation(self._library_experts)
         return self.model
 
@@ -195,9 +198,7 @@ class HostedModel:
     ) -> tuple[Tensor, Tensor]:
         """One stage in one piece: its logits and features."""
         (stage,) = running.stages
-        mask = stage_mask(stage, self.model, torch.device("cpu"))
-        assert not isinstance(mask, dict), "no model in one piece has layers of several kinds"
-        logits, features, running.choices = native.run(stage, mask, cache, fused_layers, rule)
+        logits, features, running.choices = native.run(stage, cache, fused_layers, rule)
         running.expert_bytes = running.choices.bytes([block.shape for block in self.blocks])
         return logits, features
 
@@ -205,17 +206,15 @@ class HostedModel:
         """One stage layer by layer, under the policy."""
         (stage,), device = running.stages, self.model.device
         hooks = [self._fused_hook(layer) for layer in fused_layers]
-        mask = stage_mask(stage, self.model, device)
+        watched = running.policy.needs_received_attention
         self.begin(running)
         try:
-            with watch_received_attention(self.model, running.received, stage, running.policy.needs_received_attention):
+            with attending(stage), watch_received_attention(self.model, running.received, stage, watched):
                 output = self.model(
                     input_ids=stage.tokens[None].to(device),
                     position_ids=stage.positions[None].to(device),
-                    attention_mask=mask,
-                    use_cache=True,
                     logits_to_keep=1 if stage.kind == "prefill" else 0,
-                    **{self._cache_argument: cache},
+                    **forward_arguments(self.model, cache),
                 )
         finally:
             self.end()
@@ -327,9 +326,7 @@ class HostedModel:
         return planned
 
     def _library(self, block: MoeBlock, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        own = type(block.experts).forward.__wrapped__  # type: ignore[attr-defined]
-        function = ALL_EXPERTS_FUNCTIONS.get(self._library_experts, own)
-        return function(block.experts, *args, **kwargs)
+        return library_experts(block.experts, self._library_experts, *args, **kwargs)
 
 
 def _experts_forward(self: nn.Module, x: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from edgexpert.core.errors import UserError
 from edgexpert.kernels import native
 from edgexpert.model.bundled import is_packed, load_packed
 from edgexpert.model.packed import load_pack
+from edgexpert.model.supported import check_supported
 from edgexpert.weights.files import is_pack
 from edgexpert.weights.manifest import read_manifest
 from edgexpert.weights.places import local_folder
@@ -90,6 +91,8 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
             model = load_packed(folder, config, DTYPES[dtype])
         else:
             _check_weights(folder)
+            with torch.device("meta"):
+                check_supported(AutoModelForCausalLM.from_config(config))
             model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
             missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
             if missing:

@@ -1,19 +1,20 @@
 """Decoder layers in two native calls, their attention and their experts, where their form is known.
 
-A layer is known if it computes what the native one does, which is tried on random inputs when a packed checkpoint is loaded.
-Other layers run as the library has them, on packed linear layers all the same.
+A layer is known if all that its ``forward`` computes is what the native one computes, which is tried on random inputs when a
+packed checkpoint is loaded. Other layers run as the library has them, on packed linear layers all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from edgexpert.core.library import ALL_ATTENTION_FUNCTIONS
+from edgexpert.core.stage import TokenTree
 from edgexpert.kernels import layers, native
 from edgexpert.kernels.modules import ATTENTION, PackedLinear, RowNorm, attention_interface
 from edgexpert.model.blocks import MoeBlock, decoder_layers
@@ -49,9 +50,12 @@ class NativeLayer:
         """Runs the experts natively, too, whenever a stage leaves them to the router: if it chooses by its logits alone."""
         weights, form = block.packed, block.form
         has_shared_experts = len(list(self.mlp.children())) > 2
+        router = getattr(block.router, "weight", None)
         if weights is None or form is None or form.bias is not None or form.groups is not None or has_shared_experts:
             return
-        self.block, self.router = block, block.router.weight.as_subclass(Tensor)
+        if router is None or router.shape != (block.num_experts, block.shape.hidden):
+            return
+        self.block, self.router = block, router
         self.experts = layers.expert_layer(
             self.norm.weight, self.router, weights.gate_up, weights.down, (weights.gate_up_bias, weights.down_bias),
             top_k=block.top_k, sigmoid=form.sigmoid, normalise=form.normalise, eps=self.norm.eps, router_scale=form.scale,
@@ -65,16 +69,25 @@ class NativeLayer:
         if not isinstance(cache, TreeCache) or len(hidden_states) != 1 or watched:
             return self.library(hidden_states, attention_mask=attention_mask, **kwargs)
         between = self.attend(hidden_states.contiguous(), attention_mask, cache, *kwargs["position_embeddings"])
-        host = self.block.experts._edgexpert[0] if self.experts is not None else None
+        host = getattr(self.block.experts, "_edgexpert", (None,))[0] if self.experts is not None else None
         if host is None or not host.decides_nothing:
-            out = self.mlp(self.norm(between))
-            return between + (out if self.residual == 1.0 else out * self.residual)
+            return self.feed_forward(between)
+        out, experts, weights = self.run_experts(between)
+        host.ran_exactly(self.block, experts, weights)
+        return out
+
+    def run_experts(self, between: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``between`` [1, T, H] and its experts, added; the chosen experts [T, k] and their weights."""
         out, tokens = torch.empty_like(between), between.shape[1]
         experts = torch.empty(tokens, self.block.top_k, dtype=torch.int64)
         weights = torch.empty(tokens, self.block.top_k)
         layers.run_expert_layer(self.experts, between, out, experts, weights)
-        host.ran_exactly(self.block, experts, weights)
-        return out
+        return out, experts, weights
+
+    def feed_forward(self, between: Tensor) -> Tensor:
+        """``between`` [1, T, H] and what the library's module makes of it, added."""
+        out: Tensor = self.mlp(self.norm(between))
+        return between + (out if self.residual == 1.0 else out * self.residual)
 
     def attend(self, hidden: Tensor, mask: Tensor | None, cache: TreeCache, cos: Tensor, sin: Tensor) -> Tensor:
         """``hidden`` [1, T, H] and its attention, added."""
@@ -93,16 +106,30 @@ def use_native_layers(model: PreTrainedModel, blocks: Sequence[MoeBlock]) -> int
     if native.path() == "torch":
         return 0
     replaced, block_of = 0, {block.layer: block for block in blocks}
-    for layer in decoder_layers(model):
-        if not _has_the_parts(layer):
-            continue
-        candidate = NativeLayer(layer, model.config.get_text_config())
-        if _same(model, layer, candidate):
-            if candidate.index in block_of:
-                candidate.take_experts(block_of[candidate.index])
+    for index, layer in enumerate(decoder_layers(model)):
+        candidate = _known(model, layer, block_of.get(index))
+        if candidate is not None:
             layer.forward = candidate  # type: ignore[method-assign, assignment]
             replaced += 1
     return replaced
+
+
+def _known(model: PreTrainedModel, layer: Any, block: MoeBlock | None) -> NativeLayer | None:
+    """The native form of a layer; None where its form is another one."""
+    if not _has_the_parts(layer):
+        return None
+    candidate = NativeLayer(layer, model.config.get_text_config())
+    try:
+        tried = _Trial(model, layer, candidate)
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError):
+        return None  # its forward wants something else
+    if not tried.holds(candidate.feed_forward):
+        return None
+    if block is not None:
+        candidate.take_experts(block)
+        if candidate.experts is not None and not tried.holds(lambda between: candidate.run_experts(between)[0]):
+            candidate.experts = None
+    return candidate
 
 
 def _has_the_parts(layer: nn.Module) -> bool:
@@ -118,17 +145,36 @@ def _has_the_parts(layer: nn.Module) -> bool:
     )
 
 
-@torch.no_grad()
-def _same(model: PreTrainedModel, layer: Any, candidate: NativeLayer) -> bool:
-    """Whether both halves give the same on three random tokens behind each other."""
-    config = model.config.get_text_config()
-    x = torch.randn(1, 3, config.hidden_size, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(3)[None]
-    rotary = model.base_model.rotary_emb(x, position_ids=positions)
-    if not isinstance(rotary, tuple):
-        return False
-    ours, theirs = (TreeCache(len(decoder_layers(model)), 3) for _ in range(2))
-    normed = layer.input_layernorm(x)
-    added, *_ = layer.self_attn(hidden_states=normed, position_embeddings=rotary, attention_mask=None, cache=theirs)
-    expected = x + candidate.residual * added
-    return torch.allclose(candidate.attend(x, None, ours, *rotary), expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+PREFIX = 3
+TREE = TokenTree(torch.arange(4), torch.tensor([-1, 0, 0, 1]), torch.zeros(4))
+"""What a layer is tried on: a text, and a tree behind it."""
+
+
+class _Trial:
+    """A layer of the library and its native candidate on the same random inputs."""
+
+    @torch.no_grad()
+    def __init__(self, model: PreTrainedModel, layer: Any, candidate: NativeLayer) -> None:
+        hidden, count = model.config.get_text_config().hidden_size, len(decoder_layers(model))
+        seen = torch.cat([torch.ones(len(TREE), PREFIX, dtype=torch.bool), TREE.mask], 1)[None, None]
+        ours, theirs = (TreeCache(count, PREFIX + len(TREE)) for _ in range(2))
+        self._between, self._expected = [], []
+        generator = torch.Generator().manual_seed(0)
+        for positions, mask in ((torch.arange(PREFIX), None), (PREFIX + TREE.depth, seen)):
+            x = torch.randn(1, len(positions), hidden, generator=generator)
+            rotary = model.base_model.rotary_emb(x, position_ids=positions[None])
+            if not isinstance(rotary, tuple) or {part.shape for part in rotary} != {(1, len(positions), candidate.dim)}:
+                raise ValueError("rotary embeddings of another form")
+            expected = layer(x, attention_mask=mask, position_ids=positions[None], position_embeddings=rotary, cache=theirs)
+            self._between.append(candidate.attend(x, mask, ours, *rotary))
+            self._expected.append(expected)
+
+    @torch.no_grad()
+    def holds(self, rest: Callable[[Tensor], Tensor]) -> bool:
+        """Whether ``rest``, behind the native attention, gives what the layer gives."""
+        return all(same_states(rest(x), y) for x, y in zip(self._between, self._expected, strict=True))
+
+
+def same_states(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two [1, T, N] are the same but for rounding, which activations of 8 bits carry on; token by token."""
+    return isinstance(theirs, Tensor) and bool(((ours - theirs).norm(dim=-1) < 1e-2 * theirs.norm(dim=-1)).all())

@@ -5,37 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from edgexpert.core.library import MaskFunction, forward_arguments
 from edgexpert.core.stage import Stage
 from edgexpert.kernels import layers
 from edgexpert.kernels.layers import Decisions, StageRule
+from edgexpert.model.attention import asked_masks, attending, stage_mask
 from edgexpert.model.blocks import decoder_layers
 from edgexpert.model.cache import TreeCache
-from edgexpert.model.native_layer import NativeLayer
+from edgexpert.model.native_layer import PREFIX, TREE, NativeLayer, same_states
 from edgexpert.model.running import StageChoices
 
 
 class NativeModel:
     """Takes the place of a model's ``forward``."""
 
-    def __init__(self, model: PreTrainedModel, members: Sequence[NativeLayer]) -> None:
+    def __init__(self, model: PreTrainedModel, members: Sequence[NativeLayer], sees: MaskFunction) -> None:
         base = model.base_model
         self.embedding, self.rotary, self.norm = model.get_input_embeddings(), base.rotary_emb, base.norm
         self.head = model.get_output_embeddings()
         self.embedding_factor = float(getattr(base, "embedding_multiplier", 1.0))
         self.logits_divisor = float(getattr(model.config.get_text_config(), "logits_scaling", 1.0))
-        self.members, self.block = members, members[0].block
+        self.members, self.block, self.sees = members, members[0].block, sees
         self.stack = layers.layer_stack([(member.native, member.experts) for member in members])
 
     def run(
-        self, stage: Stage, mask: Tensor | None, cache: TreeCache, fused: Sequence[int], rule: StageRule | None
+        self, stage: Stage, cache: TreeCache, fused: Sequence[int], rule: StageRule | None
     ) -> tuple[Tensor, Tensor, StageChoices]:
         """One stage: logits and features as in `StageOutput`, and what was chosen.
 
         Args:
-            mask: who attends to whom, [1, 1, T, n]; None for a text.
             rule: what the policy does; None where it leaves the stage to the router.
         """
         tokens, positions = stage.tokens, stage.positions
@@ -45,7 +46,9 @@ class NativeModel:
         experts, weights = torch.empty(size, dtype=torch.int64), torch.empty(size)
         features = torch.empty(len(tokens), len(fused) * hidden.shape[2])
         start = cache.append(len(tokens))
-        cos, sin = self.rotary(hidden, position_ids=positions[None])
+        mask = stage_mask(stage, self.sees)
+        with attending(stage):
+            cos, sin = self.rotary(hidden, position_ids=positions[None])
         shape, count = self.block.shape, self.block.num_experts
         decided = None if rule is None else Decisions.empty(rule, size, count, (shape.hidden, shape.intermediate))
         hidden, loaded = layers.run_layer_stack(
@@ -66,24 +69,33 @@ class NativeModel:
 
 
 def native_model(model: PreTrainedModel) -> NativeModel | None:
-    """The model in one piece, where all of its layers are native and what stands around them is of a known form."""
+    """The model in one piece, where all of its layers are native, of the same sizes and mask, and nothing else is in it."""
     forwards = [layer.forward for layer in decoder_layers(model)]
     members = [forward for forward in forwards if isinstance(forward, NativeLayer) and forward.experts is not None]
     sizes = {(m.kv_heads, m.dim, m.block.num_experts, m.block.top_k) for m in members}
-    one_mask = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) <= {"full_attention"}
-    if len(members) < len(forwards) or len(sizes) != 1 or not one_mask:
+    if len(members) < len(forwards) or len(sizes) != 1:
         return None
-    candidate = NativeModel(model, members)
-    return candidate if _same(model, candidate) else None
+    expected, asked = _library_logits(model)
+    if len(asked) != 1:
+        return None
+    candidate = NativeModel(model, members, asked[0])
+    cache = TreeCache(len(members), PREFIX + len(TREE))
+    ours = [candidate.run(stage, cache, (), None)[0] for stage in STAGES]
+    return candidate if all(same_states(a, b) for a, b in zip(ours, expected, strict=True)) else None
+
+
+STAGES = (Stage.prefill(torch.arange(PREFIX)), Stage.verify(TREE, PREFIX))
 
 
 @torch.no_grad()
-def _same(model: PreTrainedModel, candidate: NativeModel) -> bool:
-    """Whether both give the same on three tokens where there are no layers between embedding and logits."""
-    base, tokens = model.base_model, torch.arange(3)
-    kept, base.layers = base.layers, nn.ModuleList()
-    try:
-        expected = model(input_ids=tokens[None], use_cache=False).logits[0]
-    finally:
-        base.layers = kept
-    return torch.equal(candidate.logits(candidate.embed(tokens)[0]), expected)
+def _library_logits(model: PreTrainedModel) -> tuple[list[Tensor], list[MaskFunction]]:
+    """Logits of a text's last token and of a tree behind it, layer by layer, and the masks that the model asks for."""
+    cache, logits = TreeCache(len(decoder_layers(model)), PREFIX + len(TREE)), []
+    for stage in STAGES:
+        with attending(stage), asked_masks() as asked:
+            output = model(
+                input_ids=stage.tokens[None], position_ids=stage.positions[None],
+                logits_to_keep=1 if stage.kind == "prefill" else 0, **forward_arguments(model, cache),
+            )
+        logits.append(output.logits[0])
+    return logits, asked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,23 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from edgexpert.core.errors import UserError
-from edgexpert.kernels.experts import PackedExpertWeights
-from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RouterWeight, RowNorm
+from edgexpert.core.library import (
+    ALL_EXPERTS_FUNCTIONS,
+    activation,
+    attention_implementation,
+    compute_buffers,
+    experts_implementation,
+    forward_arguments,
+    use_implementations,
+)
+from edgexpert.core.routing import Routing
+from edgexpert.kernels.experts import PackedExpertWeights, run_experts
+from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RowNorm, SteadyRows
 from edgexpert.kernels.reference import ACTIVATIONS
-from edgexpert.model.blocks import MoeBlock, find_blocks
+from edgexpert.model.blocks import MoeBlock, decoder_layers
+from edgexpert.model.cache import TreeCache
 from edgexpert.model.native_layer import use_native_layers
+from edgexpert.model.supported import check_supported, known_blocks
 from edgexpert.weights.files import Pack
 from edgexpert.weights.manifest import LayerLayout
 from edgexpert.weights.matrix import PackedMatrix
@@ -30,6 +43,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
     pack = Pack(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(pack.config, dtype=torch.float32, attn_implementation=ATTENTION)
+    check_supported(model)
     tensors = pack.dense()
     linears = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, PackedMatrix)}
     tensors |= zip(linears, placed(list(linears.values())), strict=True)
@@ -48,49 +62,91 @@ def load_pack(folder: Path) -> PreTrainedModel:
                 module._buffers[attribute] = tensor
             else:
                 module.register_parameter(attribute, nn.Parameter(tensor, requires_grad=False))
-    fill_buffers(model)
-    blocks = find_blocks(model)
+    compute_buffers(model)
+    blocks = known_blocks(model)
     for block, layout in zip(blocks, pack.manifest.layers, strict=True):
         assert block.layer == layout.layer
         block.experts.packed = _experts(block, pack, layout)
-        block.router.weight = nn.Parameter(block.router.weight.data.as_subclass(RouterWeight), requires_grad=False)
     _replace_modules(model)
     experts = {id(p) for block in blocks for p in block.experts.parameters()}
     missing = [name for name, p in model.named_parameters() if p.is_meta and id(p) not in experts]
     if missing:
         raise UserError(f"the folder {folder} lacks the tensor {missing[0]}; convert the checkpoint again")
-    use_native_layers(model.eval(), blocks)
+    model.eval().set_experts_implementation(PACKED)
+    use_native_layers(model, blocks)
+    model.forward = _steady(model.forward)  # type: ignore[method-assign]
     model.config.name_or_path = str(folder)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
-def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWeights:
-    module, matrices = block.experts, pack.experts(layout)
-    gate_up_bias, down_bias = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
-    activation = _activation(module, layout)
-    return PackedExpertWeights(matrices["gate_up"], matrices["down"], gate_up_bias, down_bias, activation, layout.gate)
+def _packed_experts(module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """The library's interface for experts: [T, H] -> [T, H], all of a router's choices."""
+    packed: PackedExpertWeights = module.packed
+    out, _, _ = run_experts(x, Routing(experts, weights, len(packed.gate_up.values), complete=True), packed, None, None)
+    return out
 
 
-def _activation(experts: Any, layout: LayerLayout) -> str:
-    """The kernels' activation that does what this module does; found by trying, like a router's form."""
-    y = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-    theirs = experts._apply_gate(y) if layout.gate else experts.act_fn(y)
+def _steady(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def steady(*args: Any, **kwargs: Any) -> Any:
+        with SteadyRows():
+            return forward(*args, **kwargs)
+
+    return steady
+
+
+PACKED = "edgexpert_packed"
+ALL_EXPERTS_FUNCTIONS.register(PACKED, _packed_experts)
+
+
+def check_packable(model: PreTrainedModel) -> None:
+    """A packed checkpoint of this model (on the meta device) must load: its experts' activation and its attention are known.
+
+    Raises:
+        UserError: it would not; the text says why.
+    """
+    for block in known_blocks(model):
+        packed_activation(block)
+    attention = attention_implementation(model)
+    experts = experts_implementation(model)
+    use_implementations(model, ATTENTION, SHAPES_ALONE)
+    try:
+        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+        model(input_ids=ids, **forward_arguments(model, TreeCache(len(decoder_layers(model)), 2)))
+    except (RuntimeError, NotImplementedError):
+        pass  # something in it needs numbers: attention came to its turn before
+    finally:
+        use_implementations(model, attention, experts)
+
+
+SHAPES_ALONE = "edgexpert_shapes"
+ALL_EXPERTS_FUNCTIONS.register(SHAPES_ALONE, lambda module, x, *args, **kwargs: torch.zeros_like(x))
+
+
+def packed_activation(block: MoeBlock) -> str:
+    """The kernels' activation that does what a block's experts do; found by trying, like a router's form.
+
+    Raises:
+        UserError: there is none.
+    """
+    experts = block.experts
+    y = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * 3
+    theirs = activation(experts)(y)
     for name, function in ACTIVATIONS.items():
         gate, up = y.chunk(2, dim=-1)
-        ours = function(gate) * up if layout.gate else function(y)
-        if torch.allclose(ours, theirs, atol=1e-6) and not layout.interleaved:
+        ours = function(gate) * up if experts.has_gate else function(y)
+        if theirs.shape == ours.shape and torch.allclose(ours, theirs, atol=1e-5):
             return name
     raise UserError(f"packed checkpoints do not have the activation of {type(experts).__name__}; use the original checkpoint")
 
 
-def fill_buffers(model: PreTrainedModel) -> None:
-    """Computes what no checkpoint stores, such as rotary frequencies."""
-    for module in model.modules():
-        if any(module.get_buffer(name).is_meta for name in module._non_persistent_buffers_set):
-            module.to_empty(device="cpu", recurse=False)
-            model._init_weights(module)
+def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWeights:
+    module, matrices = block.experts, pack.experts(layout)
+    gate_up_bias, down_bias = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
+    return PackedExpertWeights(
+        matrices["gate_up"], matrices["down"], gate_up_bias, down_bias, packed_activation(block), layout.gate
+    )
 
 
 def _replace_modules(model: PreTrainedModel) -> None:
@@ -99,5 +155,7 @@ def _replace_modules(model: PreTrainedModel) -> None:
             model.set_submodule(name, RowNorm(module.weight, module.variance_epsilon))
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
-    if embedding.weight.dtype != torch.float32:
+    if embedding.weight.dtype != torch.float32 and type(embedding) is nn.Embedding:
         embedding.__class__ = FloatEmbedding
+    elif embedding.weight.dtype != torch.float32:  # it does more than look rows up
+        embedding.weight.data = embedding.weight.data.float()

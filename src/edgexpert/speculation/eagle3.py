@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from edgexpert.core.library import ROPE_INIT_FUNCTIONS
 
 KeyValue = tuple[Tensor, Tensor]
 """Rotated keys and values, each [..., key/value heads, tokens, head_dim]."""

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from edgexpert.core.library import ALL_EXPERTS_FUNCTIONS, activation
 
 SORTED = "edgexpert_sorted"
-"""The name under which `transformers` finds `sorted_experts`: ``config._experts_implementation``."""
+"""The name under which `transformers` finds `sorted_experts`: the argument of ``set_experts_implementation``."""
 
 
 class _Dispatch(torch.autograd.Function):
@@ -57,7 +58,7 @@ def sorted_experts(module: Any, hidden: Tensor, experts: Tensor, weights: Tensor
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = torch.bincount(of_rows, minlength=len(down)).cumsum(0).int()
     rows = _Dispatch.apply(hidden.to(gate_up.dtype), order, inverse, top_k)
-    inner = module._apply_gate(grouped_mm(rows, gate_up, offs=ends))
+    inner = activation(module)(grouped_mm(rows, gate_up, offs=ends))
     inner = inner * weights.flatten()[order, None]  # `down` is linear, and has fewer values before it than behind
     return _Combine.apply(grouped_mm(inner.to(down.dtype), down, offs=ends), order, inverse, top_k).to(hidden.dtype)
 

@@ -55,7 +55,7 @@ def held_out_loss(model: torch.nn.Module, stream: np.ndarray, length: int, windo
 
 def _prepared(model: PreTrainedModel, recipe: Recipe) -> torch.optim.AdamW:
     """Puts a model into training mode and makes its optimiser."""
-    model.config._experts_implementation = SORTED
+    model.set_experts_implementation(SORTED)
     model.train()
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from edgexpert.conversion.sources.huggingface import HuggingFaceSource
 from edgexpert.core.errors import UserError
+from edgexpert.core.library import Concatenate, MergeModulelist
 from edgexpert.weights.manifest import Linear, MatrixLayout
 from edgexpert.weights.rounding import SYMMETRIC_ZERO, PackedMatrix, pack_codes
 

@@ -19,11 +19,17 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from edgexpert.conversion.sources.source import Source, file_fingerprint, meta_model
 from edgexpert.core.errors import UserError
+from edgexpert.core.library import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    get_model_conversion_mapping,
+    rename_source_key,
+    tied_weights,
+)
 from edgexpert.speculation.loading import BESIDE_MODEL
 
 INDEX = "model.safetensors.index.json"
@@ -47,7 +53,7 @@ class HuggingFaceSource(Source):
         self.origin = {"kind": self.kind, "name": name}
         self.fingerprint = [file_fingerprint(folder / file) for file in sorted(set(self._files.values()))]
         self._shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        self._tied = dict(self.model.all_tied_weights_keys or {})
+        self._tied = tied_weights(self.model)
         self._mapping = [
             entry for entry in get_model_conversion_mapping(self.model) if isinstance(entry, WeightRenaming | WeightConverter)
         ]
@@ -110,9 +116,11 @@ class HuggingFaceSource(Source):
         if name not in self._converters:
             return self._checked(name, self.tensor(keys[0][0]))
         converter = deepcopy(self._converters[name])
+        own = next((target for target in converter.target_patterns if target in name), converter.target_patterns[0])
+        first = name.replace(own, converter.target_patterns[0])  # converters go by the name of their first target
         for key, pattern in keys:
-            converter.add_tensor(name, key, pattern, partial(self.tensor, key))
-        made = converter.convert(name, model=self.model, config=self.config)[name]
+            converter.add_tensor(first, key, pattern, partial(self.tensor, key))
+        made = converter.convert(first, model=self.model, config=self.config)[name]
         return self._checked(name, made[0] if isinstance(made, list) else made)
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
