@@ -29,7 +29,7 @@ from tests.conversion.conftest import TINY, checkpoint, float_weights
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "format.md"
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_oss"}))
 def test_at_16_bits_everything_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     model, source = checkpoint(family, tmp_path / "source")
     convert(source, tmp_path / "out", Options(16))

@@ -145,9 +145,10 @@ def test_policies_that_change_weights_ask_for_the_original(tmp_path: Path) -> No
         engine.set_policy(policy_named("edgemoe"))
 
 
-def test_an_activation_that_the_kernels_lack_is_named(tmp_path: Path) -> None:
+def test_an_activation_that_the_kernels_lack_is_named_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="activation"):
-        load_model(str(pack("gpt_oss", tmp_path)))
+        pack("gpt_oss", tmp_path)
+    assert not (tmp_path / "packed").exists()
 
 
 def test_a_data_type_that_is_not_computed_in_is_refused(tmp_path: Path) -> None:
