@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <vector>
 
 #include "dense.h"
@@ -98,14 +97,11 @@ void route(const ExpertLayer& layer, const float* x, std::int64_t tokens, float*
   ranking.experts.resize(tokens * ranks);
   ranking.gates.resize(tokens * ranks);
   in_pieces(tokens, 8, tokens * count * 32, [&, all_logits = logits.data()](std::int64_t begin, std::int64_t end) {
-    std::vector<std::int64_t> order(count);
     for (std::int64_t t = begin; t < end; ++t) {
       const float* row = all_logits + t * count;
       float* gates = ranking.gates.data() + t * ranks;
-      std::iota(order.begin(), order.end(), 0);
-      std::partial_sort(order.begin(), order.begin() + ranks, order.end(),
-                        [&](std::int64_t a, std::int64_t b) { return row[a] > row[b] || (row[a] == row[b] && a < b); });
-      std::copy_n(order.begin(), ranks, ranking.experts.begin() + t * ranks);
+      std::int64_t* order = ranking.experts.data() + t * ranks;
+      best_experts(row, nullptr, count, ranks, order);
       const float top = row[order[0]];
       float all = 0, sum = 0;
       for (std::int64_t e = 0; e < count; ++e) all += std::exp(row[e] - top);

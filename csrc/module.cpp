@@ -228,6 +228,14 @@ NB_MODULE(_native, m) {
       },
       nb::call_guard<nb::gil_scoped_release>());
   m.def(
+      "choose_experts",
+      [](const StageRule& rule, Address choice, Address gate, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
+         std::int64_t experts, Address chosen, Address weights) {
+        choose_experts(rule, at<const float>(choice), at<const float>(gate), normalise, scale, tokens, k, experts,
+                       at<std::int64_t>(chosen), at<float>(weights));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
       "salient_channels",
       [](Address scores, Address mask, Address pair_expert, Address pair_depth, std::int64_t pairs, std::int64_t channels,
          float selection_ratio, std::int64_t experts, Address loaded) {

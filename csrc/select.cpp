@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <vector>
 
 #include "isa.h"
@@ -105,24 +106,37 @@ void TokenPairs::read(const std::int64_t* chosen, const float* weights, std::int
 
 namespace {
 
-// What a token takes of its best experts: the best one, then those that are shared, then the rest.
+// What a token takes of its best experts: the best one, then those that are shared, then the rest. `none` is no expert.
 void take_experts(const std::int64_t* best, std::int64_t candidates, std::int64_t taken, const std::vector<char>& shared,
-                  std::int64_t* slots) {
+                  std::int64_t none, std::int64_t* slots) {
   std::int64_t n = 0;
-  slots[n++] = 0;
+  if (best[0] != none) slots[n++] = 0;
   for (const bool wanted : {true, false})
     for (std::int64_t i = 1; i < candidates && n < taken; ++i)
-      if (static_cast<bool>(shared[best[i]]) == wanted) slots[n++] = i;
+      if (best[i] != none && static_cast<bool>(shared[best[i]]) == wanted) slots[n++] = i;
 }
 
 }  // namespace
 
+void best_experts(const float* choice, const char* own, std::int64_t experts, std::int64_t ranks, std::int64_t* best) {
+  thread_local std::vector<std::int64_t> order;
+  order.resize(experts);
+  std::iota(order.begin(), order.end(), 0);
+  std::partial_sort(order.begin(), order.begin() + ranks, order.end(), [&](std::int64_t a, std::int64_t b) {
+    if (own && own[a] != own[b]) return own[a] > own[b];
+    const bool nan_a = std::isnan(choice[a]), nan_b = std::isnan(choice[b]);
+    if (nan_a != nan_b) return nan_a;
+    return choice[a] == choice[b] || nan_a ? a < b : choice[a] > choice[b];
+  });
+  std::copy_n(order.begin(), ranks, best);
+}
+
 void choose_experts(const StageRule& rule, const Ranking& ranking, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
                     std::int64_t experts, std::int64_t* chosen, float* weights) {
   std::vector<std::int64_t> slots(tokens * k);  // ranks of what each token takes, -1 for nothing
-  std::vector<char> changed(tokens, 0), wanted(experts, 0);
+  std::vector<char> wanted(experts + 1, 0);
   for (std::int64_t i = 0; i < tokens * k; ++i) slots[i] = i % k;
-  const auto expert_of = [&](std::int64_t i) { return ranking.experts[i / k * ranking.ranks + slots[i]]; };
+  const auto expert_of = [&](std::int64_t i) { return slots[i] < 0 ? experts : ranking.experts[i / k * ranking.ranks + slots[i]]; };
   if (rule.tiers) {
     for (std::int64_t i = 0; i < tokens * k; ++i)
       if (rule.tiers[i / k] == 0) wanted[expert_of(i)] = 1;
@@ -132,9 +146,9 @@ void choose_experts(const StageRule& rule, const Ranking& ranking, bool normalis
         if (rule.tiers[t] != tier) continue;
         const std::int64_t taken = rule.taken[tier - 1];
         std::fill_n(slots.begin() + t * k, k, -1);
-        take_experts(ranking.experts.data() + t * ranking.ranks, rule.candidates[tier - 1], taken, wanted, slots.data() + t * k);
+        take_experts(ranking.experts.data() + t * ranking.ranks, rule.candidates[tier - 1], taken, wanted, experts,
+                     slots.data() + t * k);
         for (std::int64_t i = t * k; i < t * k + taken; ++i) extended[expert_of(i)] = 1;
-        changed[t] = 1;
       }
       wanted = extended;
     }
@@ -142,19 +156,46 @@ void choose_experts(const StageRule& rule, const Ranking& ranking, bool normalis
   if (rule.keep) {
     for (std::int64_t i = 0; i < tokens * k; ++i)
       if (rule.keep[i / k]) wanted[expert_of(i)] = 1;
+    wanted[experts] = 1;
     for (std::int64_t i = 0; i < tokens * k; ++i)
-      if (!wanted[expert_of(i)]) slots[i] = -1, changed[i / k] = 1;
+      if (!wanted[expert_of(i)]) slots[i] = -1;
   }
   for (std::int64_t t = 0; t < tokens; ++t) {
-    if (!changed[t]) continue;
+    bool changed = false;
+    for (std::int64_t i = 0; i < k; ++i) changed |= slots[t * k + i] != i;
+    if (!changed) continue;  // it keeps the router's weights
     const auto gate_of = [&](std::int64_t i) { return slots[i] < 0 ? 0.0f : ranking.gates[t * ranking.ranks + slots[i]]; };
     float sum = 0;
     for (std::int64_t i = t * k; i < (t + 1) * k; ++i) sum += gate_of(i);
     for (std::int64_t i = t * k; i < (t + 1) * k; ++i) {
-      chosen[i] = slots[i] < 0 ? experts : expert_of(i);
+      chosen[i] = expert_of(i);
       weights[i] = (normalise ? gate_of(i) / std::max(sum, 1e-20f) : gate_of(i)) * scale;
     }
   }
+}
+
+void choose_experts(const StageRule& rule, const float* choice, const float* gate, bool normalise, float scale, std::int64_t tokens,
+                    std::int64_t k, std::int64_t experts, std::int64_t* chosen, float* weights) {
+  Ranking ranking;
+  ranking.ranks = rule.tiers ? std::max(k, rule.candidates[1]) : k;
+  ranking.experts.assign(chosen, chosen + tokens * k);  // pruning leaves each token's experts in the router's order
+  ranking.experts.resize(tokens * ranking.ranks);
+  ranking.gates.resize(tokens * ranking.ranks);
+  std::vector<char> own(experts + 1);
+  for (std::int64_t t = 0; t < tokens; ++t) {
+    std::int64_t* best = ranking.experts.data() + t * ranking.ranks;
+    const float* row = choice + t * experts;
+    if (rule.tiers) {
+      std::fill(own.begin(), own.end(), 0);
+      for (std::int64_t i = t * k; i < (t + 1) * k; ++i) own[chosen[i]] = 1;
+      best_experts(row, own.data(), experts, ranking.ranks, best);
+      for (std::int64_t i = 0; i < ranking.ranks; ++i)
+        if (!own[best[i]] && row[best[i]] == -INFINITY) best[i] = experts;
+    }
+    for (std::int64_t i = 0; i < ranking.ranks; ++i)
+      ranking.gates[t * ranking.ranks + i] = best[i] < experts ? gate[t * experts + best[i]] : 0.0f;
+  }
+  choose_experts(rule, ranking, normalise, scale, tokens, k, experts, chosen, weights);
 }
 
 void select_channels(const StageRule& rule, const float* activations, const std::int64_t* rows, const TokenPairs& pairs,

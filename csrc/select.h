@@ -41,7 +41,10 @@ struct TokenPairs {
   std::int64_t count() const { return static_cast<std::int64_t>(expert.size()); }
 };
 
-// The best experts of each token, [tokens, ranks], best first, and their weights before normalisation.
+// The best of a token's experts, best first, equal ones by number; where `own` [experts] is given, those come before all others.
+void best_experts(const float* choice, const char* own, std::int64_t experts, std::int64_t ranks, std::int64_t* best);
+
+// The best experts of each token, [tokens, ranks], best first, and their weights before normalisation; `experts` is no expert.
 struct Ranking {
   std::int64_t ranks;
   std::vector<std::int64_t> experts;
@@ -53,6 +56,11 @@ struct Ranking {
 // the router itself normalises.
 void choose_experts(const StageRule& rule, const Ranking& ranking, bool normalise, float scale, std::int64_t tokens, std::int64_t k,
                     std::int64_t experts, std::int64_t* chosen, float* weights);
+
+// The same by a router's scores [tokens, experts]: what it ranks by, -inf where it forbids an expert, and weights before normalisation.
+// The router's own choice ranks before all others.
+void choose_experts(const StageRule& rule, const float* choice, const float* gate, bool normalise, float scale, std::int64_t tokens,
+                    std::int64_t k, std::int64_t experts, std::int64_t* chosen, float* weights);
 
 // Fine pruning and coalescing of one matrix: loaded [experts, channels] is filled in, and compute [pairs, channels] unless it is null.
 void select_channels(const StageRule& rule, const float* activations, const std::int64_t* rows, const TokenPairs& pairs,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from edgexpert.core.routing import Routing, Scores
 from edgexpert.kernels import native
 from edgexpert.kernels.native import address_of
 from edgexpert.weights.matrix import PackedExperts, PackedMatrix
@@ -135,6 +136,17 @@ class StageRule:
             self.selection_ratio is not None, self.selection_ratio or 0.0,
             address_of(self.depth, torch.int64, tokens), address_of(self.token_weight, torch.float32, tokens),
         )
+
+
+def choose_experts(rule: StageRule, routing: Routing, scores: Scores) -> Routing:
+    """What a rule's reuse or coarse pruning makes of a routing: `edgexpert.policy.reuse` and `.pruning`, compiled."""
+    (tokens, k), count = routing.experts.shape, routing.num_experts
+    choice, gate = (tensor.contiguous() for tensor in (scores.choice, scores.gate))
+    experts, weights = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (routing.experts, routing.weights))
+    opinion = [address_of(tensor, torch.float32, tokens, count) for tensor in (choice, gate)]
+    chosen = address_of(experts, torch.int64, tokens, k), address_of(weights, torch.float32, tokens, k)
+    native._native.choose_experts(rule.bind(), *opinion, scores.normalise, scores.scale, tokens, k, count, *chosen)
+    return routing if torch.equal(experts, routing.experts) else Routing(experts, weights, count)
 
 
 @dataclass(frozen=True, eq=False)

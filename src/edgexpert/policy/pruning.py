@@ -13,6 +13,7 @@ from torch import Tensor
 from edgexpert.core.routing import Routing, Scores
 from edgexpert.core.stage import TokenTree
 from edgexpert.kernels import native
+from edgexpert.kernels.layers import StageRule, choose_experts
 
 
 def expected_candidates(tree: TokenTree, keep_mass: float) -> Tensor:
@@ -42,6 +43,8 @@ def prune_experts(routing: Routing, scores: Scores, keep: Tensor) -> Routing:
     Args:
         keep: tokens expected to be accepted, bool [T].
     """
+    if native.computes(scores.choice) and routing.weights.dtype == torch.float32:
+        return choose_experts(StageRule(torch.zeros(len(keep), dtype=torch.int64), keep=keep), routing, scores)
     wanted = torch.zeros(routing.num_experts + 1, dtype=torch.bool, device=routing.experts.device)
     wanted[routing.experts[keep.to(routing.experts.device)].flatten()] = True
     wanted[routing.num_experts] = True
