@@ -71,12 +71,33 @@ def test_a_file_of_ones_own_is_a_device(run: Run, tmp_path: Path) -> None:
     (("--dense", "granite-1b-a400m", "--experts", "33"), "cannot load 33 distinct ones of 32"),
     ((*DENSE, "--out", "nowhere/results.parquet"), "there is no folder"),
     (("--trace", "nowhere.parquet"), "there is no trace"),
+    (("--dense", "granite-1b-a400m", "--experts", "nan"), "--experts must be from 1 to"),
+    (("--dense", "granite-1b-a400m", "--experts", "1e300"), "--experts must be from 1 to"),
+    (("--dense", "granite-1b-a400m", "--acceptance-length", "inf"), "--acceptance-length must be from 1 to 65"),
+    (("--dense", "granite-1b-a400m", "--acceptance-length", "66"), "--acceptance-length must be from 1 to 65"),
+    (("--dense", "granite-1b-a400m", "--candidates", "10000000"), "--candidates must be from 0 to 10000, not 10000000"),
+    (("--dense", "granite-1b-a400m", "--candidates", "-1"), "--candidates must be from 0"),
+    (("--dense", "granite-1b-a400m", "--stages", "0"), "--stages must be from 1"),
 ])
 def test_what_cannot_be_simulated_is_refused_with_one_sentence(run: Run, arguments: tuple[str, ...], message: str) -> None:
     result = run("simulate", *arguments)
     assert result.exit_code == 2
     assert message.lower() in result.stderr.replace("\n", " ").lower()
     assert "Traceback" not in result.output
+
+
+def test_a_dense_workload_without_candidates_is_plain_decoding_of_the_top_k(run: Run) -> None:
+    result = run("simulate", "--dense", "granite-1b-a400m", "--candidates", 0, "--stages", 2, "--json")
+    assert result.exit_code == 0, result.output
+    only = json.loads(result.stdout)["runs"][0]
+    assert (only["acceptance_length"], only["decode"]["experts_per_layer"]) == (1, 8)
+    assert sum(only["decode"]["energy"]["draft"].values()) == 0
+
+
+def test_a_policy_of_a_device_that_does_not_exist_is_refused_whatever_the_workload(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('base = "edgexpert"\npolicy = "nope"\n')
+    result = run("simulate", *DENSE, "--device", tmp_path / "mine.toml")
+    assert result.exit_code == 2 and "no policy 'nope'" in result.stderr
 
 
 def test_importance_changes_what_reuse_saves(run: Run, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 from edgexpert.core.errors import UserError
 from edgexpert.simulator.device import built_in, load_device
 from edgexpert.simulator.run import simulate
+from edgexpert.simulator.shapes import model_named
+from edgexpert.simulator.workload import dense_decode
 from tests.simulator.workloads import MODEL, text
 
 
@@ -58,7 +60,7 @@ def test_a_file_on_disk_gives_what_differs_and_a_change_to_it_changes_the_result
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    ('base = "edgexpert"\n[dram]\nbandwith = 1e9\n', r"unknown key dram\.bandwith; did you mean bandwidth"),
+    ('base = "edgexpert"\n[dram]\nbandwith = 1e9\n', r"unknown key dram\.bandwith in .*; did you mean bandwidth"),
     ('base = "edgexpert"\n[dram]\nbandwidth = -1\n', r"dram\.bandwidth .* must be above 0"),
     ('base = "edgexpert"\n[dram]\nbandwidth = nan\n', r"dram\.bandwidth .* must be above 0"),
     ('base = "edgexpert"\n[dram]\nmode = "fast"\n', r"dram\.mode .* must be one of flat, closed, inorder"),
@@ -68,9 +70,15 @@ def test_a_file_on_disk_gives_what_differs_and_a_change_to_it_changes_the_result
     ('base = "edgexpert"\ncomponents = []\n', r"components .* must be a list of tables"),
     ('base = "edgexpert"\n[dram]\ntrfc = 9000\n', r"dram\.trfc .* leaves no time between refreshes"),
     ('base = "edgexpert"\n[dram]\nburst_bytes = 48\n', r"dram\.page_bytes .* must be a multiple"),
-    ('name = "x"\n', r"lacks the key policy"),
+    ('name = "x"\n', r"the key policy of .* is missing"),
     ('base = "nope"\n', r"there is no device 'nope'"),
     ("name = \n", r"cannot be read"),
+    ('base = "edgexpert"\n[array]\nclusters = 100000000000000000000\n', r"array\.clusters .* must be from 1 to 1e\+06"),
+    ('base = "edgexpert"\n[array]\nclusters = true\n', r"array\.clusters .* must be a whole number"),
+    ('base = "edgexpert"\n[precision]\nweight_bits = 0\n', r"precision\.weight_bits .* must be from 1 to 64"),
+    ('base = "edgexpert"\nclock_hz = inf\n', r"clock_hz .* must be above 0"),
+    ('base = "edgexpert"\n[[components]]\nname = "x"\ngroup = "clusters"\nkind = "logic"\npower_w = -1.0\n',
+     r"components\[0\]\.power_w .* must be above 0"),
 ])
 def test_a_bad_file_is_refused_with_the_key_that_is_wrong(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "bad.toml"
@@ -84,3 +92,11 @@ def test_a_file_that_is_its_own_base_is_refused(tmp_path: Path) -> None:
     file.write_text(f'base = "{file.as_posix()}"\n')
     with pytest.raises(UserError, match="its own base"):
         load_device(str(file))
+
+
+@pytest.mark.parametrize("memory", ["core_weights", "core_scales"])
+def test_memories_so_small_that_a_stage_takes_millions_of_loads_are_refused(tmp_path: Path, memory: str) -> None:
+    file = tmp_path / "tiny.toml"
+    file.write_text(f'base = "edgexpert"\n[memory]\n{memory} = 1\n')
+    with pytest.raises(UserError, match=f"memory.{memory}.* instructions"):
+        simulate(model_named("qwen3-30b-a3b"), load_device(str(file)), dense_decode(model_named("qwen3-30b-a3b")))

@@ -68,15 +68,23 @@ def simulate(
                      show_default=False),
     ] = None,
     devices: Annotated[bool, typer.Option("--devices", help="List the devices and exit.")] = False,
-    candidates: Annotated[int, typer.Option(help=f"{DENSE} drafted tokens of a stage.", min=0)] = 64,
+    candidates: Annotated[int, typer.Option(help=f"{DENSE} drafted tokens of a stage.")] = 64,
     experts: Annotated[
-        float | None, typer.Option(help=f"{DENSE} distinct experts of a layer in a stage. [default: all]", show_default=False)
+        float | None, typer.Option(help=f"{DENSE} distinct experts of a layer in a stage. [default: all that its "
+                                   "tokens can load]", show_default=False)
     ] = None,
-    acceptance_length: Annotated[float, typer.Option(help=f"{DENSE} tokens that a stage gives.", min=1)] = 4.3,
-    draft_steps: Annotated[int, typer.Option(help=f"{DENSE} passes through the draft before a stage.", min=0)] = 7,
-    stages: Annotated[int, typer.Option(help=f"{DENSE} decode stages.", min=1)] = 10,
-    prompt: Annotated[int, typer.Option(help=f"{DENSE} tokens of the prompt.", min=1)] = 64,
-    context: Annotated[int, typer.Option(help=f"{DENSE} cached tokens while decoding.", min=0)] = 512,
+    acceptance_length: Annotated[
+        float | None,
+        typer.Option(help=f"{DENSE} tokens that a stage gives. [default: 4.3, or 1 without candidates]", show_default=False),
+    ] = None,
+    draft_steps: Annotated[
+        int | None,
+        typer.Option(help=f"{DENSE} passes through the draft before a stage. [default: 7, or 0 without candidates]",
+                     show_default=False),
+    ] = None,
+    stages: Annotated[int, typer.Option(help=f"{DENSE} decode stages.")] = 10,
+    prompt: Annotated[int, typer.Option(help=f"{DENSE} tokens of the prompt.")] = 64,
+    context: Annotated[int, typer.Option(help=f"{DENSE} cached tokens while decoding.")] = 512,
     timeline: Annotated[
         Path | None,
         typer.Option(metavar="FILE.json", help="Write the first stages for Perfetto or chrome://tracing.", show_default=False),

@@ -6,13 +6,12 @@ A file may start from another device with ``base = "edgexpert"`` and give only w
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
+from edgexpert.core.checked import Range, checked
 from edgexpert.core.errors import UserError
 from edgexpert.core.shapes import WeightFormat
 
@@ -20,17 +19,20 @@ Unit = Literal["threshold", "sorting", "none"]
 Tree = Literal["reconfigurable", "fixed", "none"]
 DramMode = Literal["flat", "closed", "inorder"]
 
-MAY_BE_ZERO = ("scale_bits", "group")
+Count = Annotated[int, Range(1, 1_000_000)]
+Bytes = Annotated[int, Range(1, 2**40)]
+Bits = Annotated[int, Range(1, 64)]
+Quantity = Annotated[float, Range(0, 1e18, closed=False)]
 
 
 @dataclass(frozen=True)
 class Array:
     """The PE array: clusters x cores x lines x PEs, one multiplication a cycle each."""
 
-    clusters: int
-    cores: int
-    lines: int
-    pes: int
+    clusters: Count
+    cores: Count
+    lines: Count
+    pes: Count
 
     @property
     def macs(self) -> int:
@@ -41,21 +43,21 @@ class Array:
 class Memory:
     """On-chip memories in bytes: one shared, and in each core one for weights and one for their scales."""
 
-    shared: int
-    core_weights: int
-    core_scales: int
+    shared: Bytes
+    core_weights: Bytes
+    core_scales: Bytes
 
 
 @dataclass(frozen=True)
 class Precision:
     """Bits of what is stored; ``group`` input channels share a row of scales."""
 
-    weight_bits: int
-    group: int
-    scale_bits: int
-    activation_bits: int
-    accumulator_bits: int
-    kv_bits: int
+    weight_bits: Bits
+    group: Annotated[int, Range(0, 1_000_000)]
+    scale_bits: Annotated[int, Range(0, 64)]
+    activation_bits: Bits
+    accumulator_bits: Bits
+    kv_bits: Bits
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,22 @@ class Dram:
     """External memory. Times in cycles of ``clock_ns`` (JEDEC's names); ``bandwidth`` is what the flat mode grants, bytes/s."""
 
     mode: DramMode
-    bandwidth: float
-    read_pj_per_bit: float
-    write_pj_per_bit: float
-    channels: int
-    banks: int
-    page_bytes: int
-    burst_bytes: int
-    clock_ns: float
-    burst_cycles: int
-    trcd: int
-    trp: int
-    trc: int
-    trrd: int
-    tfaw: int
-    trefi: int
-    trfc: int
+    bandwidth: Quantity
+    read_pj_per_bit: Quantity
+    write_pj_per_bit: Quantity
+    channels: Count
+    banks: Count
+    page_bytes: Bytes
+    burst_bytes: Bytes
+    clock_ns: Quantity
+    burst_cycles: Count
+    trcd: Count
+    trp: Count
+    trc: Count
+    trrd: Count
+    tfaw: Count
+    trefi: Count
+    trfc: Count
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ class Units:
         skips_zero_weights: whether single zero weights cost no multiplication (arbitrary skipping).
     """
 
-    noc_bytes_per_cycle: int
-    simd_lanes: int
+    noc_bytes_per_cycle: Count
+    simd_lanes: Count
     partitioning: Unit
     adder_tree: Tree
     skips_zero_weights: bool
@@ -107,8 +109,8 @@ class Component:
     name: str
     group: Literal["clusters", "controller", "shared", "whole"]
     kind: Literal["logic", "sram"]
-    power_w: float
-    area_mm2: float = 0.0
+    power_w: Quantity
+    area_mm2: Annotated[float, Range(0, 1e6)] = 0.0
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Device:
     name: str
     policy: str
     drafts: bool
-    clock_hz: float
+    clock_hz: Quantity
     source: str
     array: Array
     memory: Memory
@@ -183,7 +185,7 @@ def load_device(name: str) -> Device:
     Raises:
         UserError: there is none, or a key of its file is missing, unknown or nonsensical.
     """
-    device: Device = _build(Device, _table(name), "", name)
+    device = checked(Device, _table(name), f"the device {name}")
     dram = device.dram
     if dram.trfc + dram.trcd >= dram.trefi:
         raise UserError(f"the key dram.trfc of the device {name} leaves no time between refreshes; give less than dram.trefi")
@@ -204,8 +206,10 @@ def _table(name: str, below: tuple[str, ...] = ()) -> dict[str, Any]:
         else:
             raise UserError(f"there is no device {name!r}; give one of {', '.join(built_in())}, or a .toml file")
         table = tomllib.loads(text)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the device file {name} cannot be read: {error}") from None
+    except OSError as error:
+        raise UserError(f"the device file {name} cannot be read ({error.strerror}); give another one") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the device file {name} cannot be read as TOML ({error or type(error).__name__}); correct it") from None
     base = table.pop("base", None)
     return table if base is None else _merged(_table(str(base), (*below, name)), table)
 
@@ -214,40 +218,3 @@ def _merged(base: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
     both = {key: _merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
             for key, value in table.items()}
     return base | both
-
-
-def _build(cls: Any, table: Mapping[str, Any], where: str, file: str) -> Any:
-    """An instance of a dataclass from a table, every key of which is checked."""
-    hints = get_type_hints(cls)
-    for key in table:
-        if key not in hints:
-            near = get_close_matches(key, hints, n=1)
-            raise UserError(f"the device {file} has an unknown key {where}{key}; "
-                            + (f"did you mean {near[0]}?" if near else f"known are {', '.join(hints)}"))
-    for field in fields(cls):
-        if field.name not in table and field.default is MISSING:
-            raise UserError(f"the device {file} lacks the key {where}{field.name}; add it, or a base that has it")
-    return cls(**{key: _value(hints[key], value, where + key, file) for key, value in table.items()})
-
-
-def _value(hint: Any, value: Any, key: str, file: str) -> Any:
-    if get_origin(hint) is tuple:
-        if not isinstance(value, list) or not value:
-            raise UserError(f"the key {key} of the device {file} must be a list of tables, each under [[{key}]]")
-        return tuple(_value(get_args(hint)[0], item, key, file) for item in value)
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise UserError(f"the key {key} of the device {file} must be one of {', '.join(get_args(hint))}, not {value!r}")
-        return value
-    if isinstance(hint, type) and hint not in (int, float, str, bool):
-        if not isinstance(value, dict):
-            raise UserError(f"the key {key} of the device {file} must be a table")
-        return _build(hint, value, f"{key}.", file)
-    wanted = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[hint]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    fits = number and (hint is float or isinstance(value, int)) if hint in (int, float) else isinstance(value, hint)
-    if not fits:
-        raise UserError(f"the key {key} of the device {file} must be {wanted}, not {value!r}")
-    if number and not (0 < value < float("inf") or (value == 0 and key.rpartition(".")[2] in MAY_BE_ZERO)):
-        raise UserError(f"the key {key} of the device {file} must be above 0, not {value}")
-    return value

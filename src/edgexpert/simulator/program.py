@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from edgexpert.core.errors import UserError
 from edgexpert.simulator import dram
 from edgexpert.simulator.device import Device
 from edgexpert.simulator.jobs import NONE, Jobs, StageJobs
@@ -56,6 +57,10 @@ RESOURCE = np.array([Resource.DRAM, Resource.DCU, Resource.DCU, Resource.NOC, Re
 COLUMN = {Op.FETCH_ACTIVATIONS: "fetch", Op.SCORE_CHANNELS: "score", Op.UPDATE_MASKS: "update", Op.LOAD_ACTIVATIONS: "inputs",
           Op.SIMD: "simd", Op.QUANTISE: "quantise", Op.PARTITION_TOKENS: "partition", Op.FORM_SHARED_SET: "union"}
 """The ops that a job issues once, if at all, with the column that says how much."""
+
+
+MOST_INSTRUCTIONS = 10_000_000
+"""Of a stage; a large model has tens of thousands. More would take gigabytes and minutes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +149,13 @@ class _Layout:
         cores = array.cores * (1 if broadcast else array.clusters)
         weights, scales = (np.ceil(self.jobs[column] / (size * cores / 2))
                            for column, size in (("values", memory.core_weights), ("scales", memory.core_scales)))
-        return np.maximum(np.maximum(weights, scales), self.jobs["macs"] > 0).astype(np.int64)
+        blocks = np.maximum(np.maximum(weights, scales), self.jobs["macs"] > 0)
+        if not 2 * blocks.sum() <= MOST_INSTRUCTIONS:
+            small = "core_weights" if weights.sum() >= scales.sum() else "core_scales"
+            raise UserError(f"the memory.{small} of the device {self.device.name} is so small that a stage takes "
+                            f"{2 * blocks.sum():.3g} instructions, of which at most {MOST_INSTRUCTIONS:.0g} are simulated; give "
+                            "it more, or a smaller model")
+        return blocks.astype(np.int64)
 
     def program(self) -> Program:
         jobs, n = self.jobs, self.length

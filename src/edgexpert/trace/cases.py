@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from edgexpert.core.checked import Range, require
 from edgexpert.core.errors import UserError
 from edgexpert.core.plan import LayerPlan
 from edgexpert.core.routing import Routing
@@ -17,6 +18,11 @@ from edgexpert.simulator.shapes import ModelShape, model_named
 from edgexpert.simulator.sweep import Case
 from edgexpert.simulator.workload import PlannedStage, dense_decode, dense_prefill
 
+LIMITS = {
+    "prompt": Range(1, 1_000_000), "context": Range(0, 100_000_000), "stages": Range(1, 100_000), "candidates": Range(0, 10_000),
+    "draft_steps": Range(0, 10_000),
+}
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -24,31 +30,51 @@ class Dense:
 
     Attributes:
         prompt: tokens of the prompt, which loads every expert that it can.
-        experts: distinct experts of a layer in a verify stage with candidates; without them it is the model's top-k.
+        context: cached tokens while decoding.
+        experts: distinct experts of a layer in a verify stage; None for as many as its tokens can load: the top-k of one token.
+        acceptance_length: tokens that a stage gives; None for 4.3, or 1 without candidates.
+        draft_steps: passes through the draft before a stage; None for 7, or 0 without candidates.
     """
 
     prompt: int = 64
-    prefix: int = 512
+    context: int = 512
     stages: int = 10
     candidates: int = 64
     experts: float | None = None
-    acceptance_length: float = 4.3
-    draft_steps: int = 7
+    acceptance_length: float | None = None
+    draft_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.acceptance_length is None:
+            object.__setattr__(self, "acceptance_length", min(4.3, self.candidates + 1))
+        if self.draft_steps is None:
+            object.__setattr__(self, "draft_steps", 7 if self.candidates else 0)
+        for name, allowed in LIMITS.items():
+            require(name, getattr(self, name), allowed)
+        require("acceptance_length", self.acceptance_length or 0, Range(1, self.candidates + 1))
+        if self.experts is not None:
+            require("experts", self.experts, Range(1, 100_000))
 
 
 def dense_case(model: ModelShape, device: Device, dense: Dense) -> Case:
-    """The dense workload on a device; plain decoding on one that does not draft. No policy acts on it."""
+    """The dense workload on a device; plain decoding on one that does not draft. No policy acts on it.
+
+    Raises:
+        UserError: the device's own policy does not exist.
+    """
+    policy_named(device.policy)
     return Case("dense", True, "exact", device, model, partial(_dense_stages, model, device.drafts, dense))
 
 
 def _dense_stages(model: ModelShape, drafts: bool, dense: Dense) -> Iterator[PlannedStage]:
     yield dense_prefill(model, dense.prompt, min(model.experts, dense.prompt * model.top_k))
     if not drafts:
-        yield from dense_decode(model, stages=dense.stages, prefix=dense.prefix)
+        yield from dense_decode(model, stages=dense.stages, prefix=dense.context)
         return
     yield from dense_decode(
-        model, stages=dense.stages, candidates=dense.candidates, experts=dense.experts or model.experts, prefix=dense.prefix,
-        acceptance_length=dense.acceptance_length, draft_steps=dense.draft_steps)
+        model, stages=dense.stages, candidates=dense.candidates, prefix=dense.context,
+        experts=dense.experts or min(model.experts, (dense.candidates + 1) * model.top_k),
+        acceptance_length=dense.acceptance_length or 1, draft_steps=dense.draft_steps or 0)
 
 
 def trace_case(file: Path, device: Device, policy: Policy | str | None = None, model: str | None = None) -> Case:

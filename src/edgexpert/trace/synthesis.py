@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from edgexpert.core.checked import Range, require
 from edgexpert.core.errors import UserError
 from edgexpert.core.routing import Routing, Scores
 from edgexpert.core.stage import Stage, TokenTree
@@ -27,6 +28,7 @@ from edgexpert.trace.schema import Facts
 from edgexpert.trace.trees import TREE, draw_tree, fit_sharpness, walk
 from edgexpert.trace.write import Row, layer_row, stage_row, trace_writer
 
+PROMPT_TOKENS, STAGES = Range(1, 32_768), Range(0, 1_000_000)  # a prompt's logits are in memory at once
 LOGIT_SPREAD = 2.0  # assumed
 DRAFT_STEPS = TREE.depth + 1  # EAGLE's code passes through its draft once more than its depth
 
@@ -110,6 +112,8 @@ def synthesise_trace(
     """
     if name not in MODELS:
         raise UserError(f"there is no model {name!r} to synthesise; choose one of {', '.join(MODELS)}")
+    require("prompt_tokens", prompt_tokens, PROMPT_TOKENS)
+    require("stages", stages, STAGES)
     published, shape = MODELS[name], model_named(name)
     moe = len(shape.moe_layers)
     facts = Facts(
