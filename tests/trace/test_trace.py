@@ -27,8 +27,9 @@ from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.speculation.sampling import SamplingParams
 from edgexpert.trace import write
-from edgexpert.trace.read import RecordedChannels, Trace
+from edgexpert.trace.read import Trace
 from edgexpert.trace.record import record_trace
+from edgexpert.trace.recorded import RecordedChannels
 from edgexpert.trace.schema import KEY, Channels
 from tests.conftest import make_model, make_tokenizer
 

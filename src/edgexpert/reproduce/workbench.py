@@ -15,7 +15,8 @@ from edgexpert.simulator.run import RunResult, simulate_stage
 from edgexpert.simulator.shapes import model_named
 from edgexpert.simulator.workload import PlannedStage
 from edgexpert.trace.cases import one_by_one
-from edgexpert.trace.read import RecordedStage, Trace
+from edgexpert.trace.read import Trace
+from edgexpert.trace.recorded import RecordedStage
 
 
 @dataclass(frozen=True)

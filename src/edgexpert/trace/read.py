@@ -3,101 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 
 from edgexpert.core.errors import UserError
 from edgexpert.core.plan import LayerPlan
-from edgexpert.core.routing import Routing, Scores
 from edgexpert.core.shapes import ExpertShape, Storage, WeightFormat
-from edgexpert.core.stage import Stage, TokenTree
-from edgexpert.policy import Hyperparameters, Policy
+from edgexpert.core.stage import Stage
+from edgexpert.policy import Policy
 from edgexpert.policy.decide import channels_of, routing_of
 from edgexpert.policy.use import ExpertUse
 from edgexpert.simulator.workload import PlannedStage
-from edgexpert.trace.channels import SyntheticChannels
+from edgexpert.trace.recorded import RecordedLayer, RecordedStage
+from edgexpert.trace.rows import MOST, CheckedRow, recorded_stage, same_type, value_of
 from edgexpert.trace.schema import SCHEMA, Facts
 from edgexpert.trace.write import Row
 
 ROWS_AT_ONCE = 16
+DAMAGED = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError, MemoryError)
+"""What pyarrow may raise on a file that is none of its own."""
 P = TypeVar("P", bound=Policy)
-
-
-class ChannelInputs(Protocol):
-    """Magnitudes of what goes into the experts' matrices, for the pairs of any routing."""
-
-    def gate_up(self, routing: Routing) -> Tensor:
-        """Of gate/up, float32 [P, H]."""
-
-    def down(self, routing: Routing) -> Tensor:
-        """Of down, float32 [P, I]."""
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedChannels:
-    """Channel inputs of a layer of a run.
-
-    Attributes:
-        input: |input| of gate/up, one for all experts of a token, [T, H].
-        ran: the routing that ran, int64 [T, k].
-        down_input: |input| of down for each pair of it, [P, I].
-    """
-
-    input: Tensor
-    ran: Tensor
-    down_input: Tensor
-
-    def gate_up(self, routing: Routing) -> Tensor:
-        return self.input[routing.pairs[0]]
-
-    def down(self, routing: Routing) -> Tensor:
-        """Raises UserError for a pair that never ran: its input of down does not exist."""
-        ran = Routing(self.ran, torch.ones_like(self.ran), routing.num_experts)
-        pair = torch.full((len(self.ran), routing.num_experts), -1)
-        pair[ran.pairs[0], ran.pair_expert] = torch.arange(len(ran.pair_expert))
-        found = pair[routing.pairs[0], routing.pair_expert]
-        if bool((found < 0).any()):
-            raise UserError("the policy sends a token to an expert that did not compute it in the recorded run, so the trace "
-                            "lacks the inputs of its down matrix; record the run under that `policy`")
-        return self.down_input[found]
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedLayer:
-    """One MoE layer of a recorded stage; without channels where none were recorded."""
-
-    layer: int
-    exact: Routing
-    scores: Scores
-    channels: ChannelInputs | None
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedStage:
-    """One stage of a trace.
-
-    Attributes:
-        text: number of the prompt that it belongs to.
-        accepted: nodes of the tree that were accepted, the root first; empty for a prefill stage.
-    """
-
-    index: int
-    text: int
-    stage: Stage
-    accepted: list[int]
-    emitted: int
-    draft_steps: int
-    layers: list[RecordedLayer]
 
 
 class Trace:
@@ -109,18 +41,24 @@ class Trace:
 
     def __init__(self, file: Path | str) -> None:
         self.file = Path(file)
+        if not self.file.is_file():
+            raise UserError(f"there is no trace {self.file}; make one with edgexpert trace")
         try:
             schema = pq.read_schema(self.file)
-        except FileNotFoundError:
-            raise UserError(f"there is no trace {self.file}; make one with edgexpert trace") from None
-        except (pa.ArrowInvalid, OSError) as error:
+        except PermissionError:
+            raise UserError(f"the trace {self.file} cannot be read (permission denied); make it readable") from None
+        except DAMAGED as error:
             raise self._damaged(error) from None
         self.facts = Facts.from_metadata(schema.metadata, self.file)
-        if missing := [name for name in SCHEMA.names if name not in schema.names]:
-            raise UserError(f"the trace {self.file} lacks the column {missing[0]}; record it again")
+        for field in SCHEMA:
+            if schema.names.count(field.name) != 1:
+                raise UserError(f"the trace {self.file} lacks the column {field.name}, or has it twice; record it again")
+            if not same_type(schema.field(field.name).type, field.type):
+                raise UserError(f"the column {field.name} of the trace {self.file} holds {schema.field(field.name).type} "
+                                f"instead of {field.type}; record it again")
 
-    def _damaged(self, error: Exception) -> UserError:
-        reason = str(error).splitlines()[0].rstrip(".")
+    def _damaged(self, error: BaseException) -> UserError:
+        reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         return UserError(f"the trace {self.file} is truncated or no Parquet file ({reason}); record it again")
 
     @property
@@ -134,9 +72,8 @@ class Trace:
 
     def resolve(self, policy: P) -> P:
         """The policy with the hyperparameters that the traced model would have."""
-        calibrated = Hyperparameters(**self.facts.calibrated) if self.facts.calibrated else None
         return policy.resolved(model_type=self.facts.model_type, num_experts=self.facts.num_experts, top_k=self.facts.top_k,
-                               calibrated=calibrated)
+                               calibrated=self.facts.calibrated)
 
     def replay(self, policy: Policy, *, sampled_only: bool = False) -> Iterator[PlannedStage]:
         """The plans that ``policy`` makes of every stage; under the policy of the run they are the run's own.
@@ -202,49 +139,18 @@ class Trace:
 
     def stages(self) -> Iterator[RecordedStage]:
         """All stages in their order."""
-        for _, rows in groupby(self._rows(), itemgetter("stage")):
-            first, *layers = rows
-            yield self._stage(first, layers)
+        rows = (CheckedRow(row, number, self.file) for number, row in enumerate(self._rows()))
+        for index, (_, of_stage) in enumerate(groupby(rows, lambda row: row.number("stage", 0, MOST))):
+            yield recorded_stage(index, list(of_stage), self.facts)
 
     def _rows(self) -> Iterator[Row]:
         try:
-            with pq.ParquetFile(self.file) as parquet:
-                for batch in parquet.iter_batches(ROWS_AT_ONCE):
+            with pq.ParquetFile(self.file, page_checksum_verification=True) as parquet:
+                for batch in parquet.iter_batches(ROWS_AT_ONCE, columns=SCHEMA.names):
                     for number in range(len(batch)):
-                        yield {name: _value(column, number) for name, column in zip(batch.schema.names, batch, strict=True)}
-        except (pa.ArrowInvalid, OSError) as error:
+                        yield {name: value_of(column[number]) for name, column in zip(batch.schema.names, batch, strict=True)}
+        except DAMAGED as error:
             raise self._damaged(error) from None
-
-    def _stage(self, row: Row, layers: list[Row]) -> RecordedStage:
-        tokens = torch.from_numpy(row["tokens"]).long()
-        if row["kind"] == "prefill":
-            importance = None if row["importance"] is None else torch.from_numpy(row["importance"])
-            stage = Stage.prefill(tokens, row["prefix"], importance)
-        else:
-            tree = TokenTree(tokens, torch.from_numpy(row["parents"]).long(), torch.from_numpy(row["path_log_prob"]))
-            stage = Stage.verify(tree, row["prefix"])
-        accepted = [] if row["accepted"] is None else row["accepted"].tolist()
-        return RecordedStage(row["stage"], row["text"], stage, accepted, row["emitted"], row["draft_steps"],
-                             [self._layer(number, layer, row["stage"], stage) for number, layer in enumerate(layers)])
-
-    def _layer(self, number: int, row: Row, stage_index: int, stage: Stage) -> RecordedLayer:
-        tokens = len(stage.tokens)
-        facts = self.facts
-        experts = torch.from_numpy(row["experts"]).long().view(tokens, -1)
-        weights = torch.from_numpy(row["weights"]).view(tokens, -1).to(getattr(torch, facts.weights_dtype))
-        choice = torch.from_numpy(row["choice"]).view(tokens, -1)
-        gate = choice if row["gate"] is None else torch.from_numpy(row["gate"]).view(tokens, -1)
-        channels: ChannelInputs | None = None
-        if facts.synthetic:
-            channels = SyntheticChannels(facts, stage_index, row["layer"], stage.depth)
-        elif row["input"] is not None:
-            channels = RecordedChannels(
-                torch.from_numpy(row["input"]).view(tokens, -1),
-                torch.from_numpy(row["ran"]).long().view(tokens, -1),
-                torch.from_numpy(row["down_input"]).view(-1, facts.intermediate),
-            )
-        return RecordedLayer(row["layer"], Routing(experts, weights, choice.shape[1]),
-                             Scores(choice, gate, facts.normalise[number], facts.scale[number]), channels)
 
 
 def _plan(policy: Policy, stage: Stage, layer: RecordedLayer, storage: Storage | None) -> LayerPlan:
@@ -255,11 +161,3 @@ def _plan(policy: Policy, stage: Stage, layer: RecordedLayer, storage: Storage |
     gate_up = channels_of(policy, layer.channels.gate_up(routing), routing, stage)
     down = None if gate_up is None else channels_of(policy, layer.channels.down(routing), routing, stage)
     return LayerPlan(layer.layer, routing, gate_up, down)
-
-
-def _value(column: pa.Array, number: int) -> Any:
-    """One value; a list as an array of its own."""
-    scalar = column[number]
-    if not scalar.is_valid:
-        return None
-    return np.array(scalar.values) if isinstance(scalar, pa.ListScalar) else scalar.as_py()

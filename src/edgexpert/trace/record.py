@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from edgexpert.core.errors import UserError
 from edgexpert.core.stage import Stage
@@ -67,7 +67,7 @@ def facts_of(engine: Engine, channels: Channels, seed: int) -> Facts:
         normalise=[form.normalise for form in forms], scale=[form.scale for form in forms],
         draft=engine.draft.name if engine.draft else "none", policy=engine.policy.to_json(),
         channels=channels, synthetic=False, seed=seed,
-        calibrated=asdict(host.calibrated) if host.calibrated else None,
+        calibrated=host.calibrated,
         value_share=[storage.value.tolist() for storage in storages] or None,
         index_bits=storages[0].index_bits if storages else 0.0,
     )
@@ -87,7 +87,8 @@ class TraceRecorder:
 
     def layer(self, record: LayerRecord) -> None:
         assert record.scores is not None
-        self._facts = replace(self._facts, weights_dtype=str(record.exact.weights.dtype).removeprefix("torch."))
+        dtype: Any = str(record.exact.weights.dtype).removeprefix("torch.")
+        self._facts = replace(self._facts, weights_dtype=dtype)
         row = layer_row(record.plan.layer, record.exact, record.scores)
         if self._wants_channels(record.stage):
             row |= {"input": floats(record.inputs.abs()), "ran": ints(record.plan.routing.experts),
