@@ -75,19 +75,18 @@ def _value(hint: Any, value: Any, what: str, key: str) -> Any:
         hint, *extras = get_args(hint)
         allowed = next((extra for extra in extras if isinstance(extra, Range)), None)
     origin, arguments = get_origin(hint), get_args(hint)
-    wrong = f"the key {key} of {what} must be "
     if origin in (Union, UnionType):
         if value is None and NoneType in arguments:
             return None
         return _value(next(argument for argument in arguments if argument is not NoneType), value, what, key)
     if origin is Literal:
         if not any(value is one or (type(value) is type(one) and value == one) for one in arguments):
-            raise UserError(f"{wrong}one of {', '.join(map(str, arguments))}, not {_shown(value)}")
+            raise _wrong(key, what, f"one of {', '.join(map(str, arguments))}", value)
         return value
     if origin in (list, tuple):
         if not isinstance(value, list) or (origin is tuple and not value):
             kind = "tables, each under [[" + key + "]]" if is_dataclass(arguments[0]) else "values"
-            raise UserError(f"{wrong}a list of {kind}")
+            raise _wrong(key, what, f"a list of {kind}", value)
         return origin(_value(arguments[0], item, what, f"{key}[{place}]") for place, item in enumerate(value))
     if is_dataclass(hint):
         return checked(hint, value, what, f"{key}.")  # type: ignore[arg-type]  # a class
@@ -95,10 +94,14 @@ def _value(hint: Any, value: Any, what: str, key: str) -> Any:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     fits = number and (kind is float or isinstance(value, int)) if kind in (int, float) else isinstance(value, kind)
     if not fits:
-        raise UserError(f"{wrong}{KINDS[kind]}, not {_shown(value)}")
+        raise _wrong(key, what, KINDS[kind], value)
     if allowed is not None and value not in allowed:
-        raise UserError(f"{wrong}{allowed}, not {_shown(value)}")
+        raise _wrong(key, what, str(allowed), value)
     return value
+
+
+def _wrong(key: str, what: str, wanted: str, value: Any) -> UserError:
+    return UserError(f"the key {key} of {what} must be {wanted}, not {_shown(value)}")
 
 
 def _shown(value: Any) -> str:
