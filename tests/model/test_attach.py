@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import edgexpert
+from edgexpert.core.errors import UserError
 from edgexpert.policy import Techniques
 from tests.conftest import make_model, make_tokenizer
 
@@ -51,3 +53,16 @@ def test_attaching_again_replaces_the_policy() -> None:
     edgexpert.attach(model, "edgexpert", tokenizer=tokenizer)
     edgexpert.attach(model, "exact", tokenizer=tokenizer)
     assert torch.equal(model(**tokenizer([PROMPT], return_tensors="pt")).logits, logits)
+
+
+@pytest.mark.parametrize(("overrides", "part"), [
+    ({"token_weight": "attention"}, "needs the attention that tokens receive"),
+    ({"n_tri": 0}, "must be at least 1"),
+])
+def test_a_policy_that_is_refused_leaves_the_model_as_it_was(overrides: dict[str, object], part: str) -> None:
+    model, tokenizer = make_model("olmoe"), make_tokenizer()
+    before = [dict(module._forward_hooks) for module in model.modules()]
+    with pytest.raises(UserError, match=part):
+        edgexpert.attach(model, "edgexpert", tokenizer=tokenizer, **overrides)
+    assert [dict(module._forward_hooks) for module in model.modules()] == before
+    assert model.config._experts_implementation != "edgexpert"

@@ -155,6 +155,15 @@ def test_a_policy_that_overrides_nothing_is_exact_and_one_that_does_is_not() -> 
     assert FirstChoice().to_json() == {"name": "FirstChoice", "importance": "mean"}
 
 
+def test_a_decision_cannot_be_assigned_to_one_policy() -> None:
+    for policy in (FirstChoice(), PRESETS["edgexpert"]):
+        with pytest.raises(AttributeError):
+            policy.route = FirstChoice().route  # type: ignore[method-assign]
+    settings = FirstChoice()
+    settings.least = 0.5  # type: ignore[attr-defined]
+    assert settings.least == 0.5  # type: ignore[attr-defined]
+
+
 def test_a_policy_is_asked_only_of_stages_that_it_acts_on(engine: Engine) -> None:
     class Prompts(FirstChoice):
         def acts_on(self, stage: Stage) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from edgexpert.core.errors import UserError
 from edgexpert.core.library import cache_of
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.core.traffic import Ledger, Phase
@@ -32,7 +33,15 @@ class AttachedPolicy:
     """
 
     def __init__(self, host: HostedModel, policy: Policy, weigh: Weigh) -> None:
-        self.host, self.policy, self.ledger = host, host.resolve(policy), Ledger()
+        self.host, self.ledger = host, Ledger()
+        try:
+            self.policy = host.resolve(policy)
+            if policy.needs_received_attention:
+                raise UserError(f"policy {policy.name} needs the attention that tokens receive, which is measured in EdgeXpert's "
+                                "own stages alone; use edgexpert.load, or a `token_weight` of routing or path")
+        except UserError:
+            host.detach()
+            raise
         self._weigh = weigh
         host.keep_hook(host.model.register_forward_pre_hook(self._begin, with_kwargs=True))
         host.keep_hook(host.model.register_forward_hook(self._end, with_kwargs=True, always_call=True))

@@ -50,6 +50,12 @@ class Policy:
                 if _distance(cls, statement) > _distance(cls, decision):
                     setattr(cls, statement, vars(Policy)[statement])
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A decision is overridden in a class: assigned to one object it would be called in Python and not by the kernels."""
+        if hasattr(Policy, name) and callable(getattr(Policy, name)):
+            raise AttributeError(f"override {name} in a subclass of {type(self).__name__}")
+        super().__setattr__(name, value)
+
     # -- the decisions ---------------------------------------------------------------------------------------------
 
     def route(self, routing: Routing, scores: Scores, stage: Stage) -> Routing:
