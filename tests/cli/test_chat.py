@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import pty
+import select
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,3 +87,101 @@ def test_a_turn_that_does_not_fit_is_refused_and_forgotten(run: Run, tiny_checkp
     said = chat(run, tiny_checkpoint, "a fox " * 400, "a crow")
     assert "/reset starts over" in said
     assert prompts[-1] == "a crow"
+
+
+def test_a_system_message_comes_first_and_stays_over_a_reset(run: Run, tiny_checkpoint: Path, prompts: list[Prompt]) -> None:
+    result = run("chat", "--model", tiny_checkpoint, "--draft", "none", "--max-new-tokens", 4, "--system", "be brief",
+                 input="a fox\n/reset\na crow\n/system be long\n/reset\na hen\n/system\n/reset\na cow\n")
+    assert result.exit_code == 0, result.output
+    assert prompts == ["be brief\na fox", "be brief\na crow", "be long\na hen", "a cow"]
+    assert "The model is told nothing before." in result.stdout
+
+
+def test_lines_are_joined_by_a_backslash_and_by_quotes(run: Run, tiny_checkpoint: Path, prompts: list[Prompt]) -> None:
+    chat(run, tiny_checkpoint, "a \\", " fox", "/reset", '""" a', "crow", ' hen""" ', "/reset", '"""one"""')
+    assert prompts == ["a \n fox", "a\ncrow\n hen", "one"]
+
+
+def test_a_conversation_is_saved_and_gone_on_from(
+    run: Run, tiny_checkpoint: Path, prompts: list[Prompt], tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.json"
+    said = chat(run, tiny_checkpoint, "a fox", f"/save {file}", f"/save {file}", "a crow")
+    assert f"Saved 2 messages to {file}." in said and "in the place of what was there" in said
+    messages = json.loads(file.read_text())
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    said = chat(run, tiny_checkpoint, f"/load {file}", "a crow")
+    assert "Going on from 2 messages." in said
+    assert prompts[1] == prompts[2], "as if nothing lay between"
+    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
+
+
+@pytest.mark.parametrize("content", ["{}", "[1]", "nonsense", '[{"role": "user"}]', '[{"role": "king", "content": "a"}]',
+                                     '[{"role": "user", "content": 1}]', "[" * 100_000])
+def test_a_file_that_is_no_conversation_is_refused_and_the_conversation_stays(
+    run: Run, tiny_checkpoint: Path, prompts: list[Prompt], tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "bad.json").write_text(content)
+    said = chat(run, tiny_checkpoint, "a fox", f"/load {tmp_path / 'bad.json'}", "a crow")
+    assert "is no JSON list of messages" in said
+    assert prompts[1].startswith("a fox")
+
+
+def test_places_that_cannot_be_read_or_written_are_told(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    said = chat(run, tiny_checkpoint, f"/save {tmp_path}", f"/save {tmp_path}/no/file", "/save", f"/load {tmp_path}/none", "/load",
+                f"/save {tmp_path / ('x' * 300)}", "/save /dev/null")
+    assert f"The path {tmp_path} is not a regular file" in said
+    assert "cannot be written (No such file or directory)" in said
+    assert "cannot be read (No such file or directory)" in said
+    assert "/save needs the name of a file" in said and "/load needs the name of a file" in said
+    assert "File name too long" in said
+    assert "/dev/null is not a regular file" in said
+
+
+def test_stats_after_each_answer_on_request(run: Run, tiny_checkpoint: Path) -> None:
+    result = run("chat", "--model", tiny_checkpoint, "--draft", "none", "--max-new-tokens", 4, "--stats", input="a fox\n")
+    assert "4 tokens, " in result.stdout and "of experts read a token" in result.stdout
+
+
+def at_terminal(code: str, *typed: str, **environment: str) -> str:
+    """What a program shows that runs at a terminal of its own, where each of ``typed`` is typed at a prompt."""
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execve(sys.executable, [sys.executable, "-c", code], {**os.environ, "TERM": "dumb", **environment})
+    shown, rest = "", list(typed)
+    with contextlib.suppress(OSError):  # which a terminal gives at its end
+        while True:
+            if not select.select([terminal], [], [], 0.5)[0]:
+                if not rest:  # what is typed before the terminal is ready for it may be lost
+                    os.write(terminal, typed[-1].encode())
+                continue
+            shown += os.read(terminal, 1000).decode()
+            if rest and shown.count("> ") > len(typed) - len(rest):
+                os.write(terminal, rest.pop(0).encode())
+    os.waitpid(process, 0)
+    return shown
+
+
+READ = """
+from edgexpert.cli.line import Lines
+with Lines(keep={keep}) as lines:
+    while (line := lines.read()) is not None:
+        print("said", repr(line))
+"""
+
+
+def test_lines_are_edited_and_remembered_at_a_terminal(tmp_path: Path) -> None:
+    pytest.importorskip("readline")
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    shown = at_terminal(READ.format(keep=True), "a foz\x7fx\n", "\x03", "b\n", "\x04", **state)
+    assert "said 'a fox'" in shown, "backspace edits"
+    assert "Ctrl-D or /quit leaves." in shown and "said 'b'" in shown, "Ctrl-C does not"
+    history = tmp_path / "edgexpert" / "chat_history"
+    assert history.read_text().splitlines()[-2:] == ["a fox", "b"]
+    assert history.stat().st_mode & 0o077 == 0, "it is nobody else's business"
+    assert "said 'a fox'" in at_terminal(READ.format(keep=True), "\x10\x10\n", "\x04", **state), "Ctrl-P twice"
+
+
+def test_nothing_is_remembered_where_it_is_not_wanted(tmp_path: Path) -> None:
+    at_terminal(READ.format(keep=False), "a fox\n", "\x04", XDG_STATE_HOME=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 
 import edgexpert
+from edgexpert.cli.show import readable_bytes
 from edgexpert.runtime.session import Session
 from edgexpert.speculation.verify import Verifier
 from tests.cli.conftest import Run
 
+MAIN = "from edgexpert.cli.main import main; main()"
 PROMPT = "once upon a time a fox met a crow, once upon"
 
 
@@ -22,24 +25,50 @@ def command(checkpoint: Path, *more: object) -> list[object]:
     return ["generate", "--model", checkpoint, "--max-new-tokens", 12, *more]
 
 
-def test_text_comes_first_and_is_printed_as_it_is(run: Run, tiny_checkpoint: Path) -> None:
-    engine = edgexpert.load(str(tiny_checkpoint))
-    text = engine.generate(PROMPT, max_new_tokens=100).text
+def test_standard_output_is_the_text_alone_and_standard_error_one_line_and_the_notes(run: Run, tiny_checkpoint: Path) -> None:
+    generation = edgexpert.load(str(tiny_checkpoint)).generate(PROMPT, max_new_tokens=100)
     result = run("generate", "--model", tiny_checkpoint, "--max-new-tokens", 100, PROMPT)
     assert result.exit_code == 0
-    assert result.stdout.startswith(text + "\n\n")
+    assert result.stdout == generation.text + "\n"
+    line, notes = result.stderr.splitlines()
+    assert line.startswith("100 tokens, ") and line.endswith("; exact")
+    assert f"{generation.speculation.acceptance_length:.2f} tokens a stage" in line
+    assert f"{readable_bytes(generation.expert_bytes_per_token)} of experts read a token" in line
+    assert f"plain decoding reads {readable_bytes(generation.expert_bytes_plain)}: its top-k experts" in line
+    assert notes.startswith("note: no EAGLE-3 draft lies beside this model")
+
+
+def test_plain_decoding_reads_what_the_line_says_that_it_reads(tiny_checkpoint: Path) -> None:
+    plain = edgexpert.load(str(tiny_checkpoint), draft="none").generate(PROMPT, max_new_tokens=8)
+    assert plain.expert_bytes_per_token == plain.expert_bytes_plain
+
+
+def test_stats_show_the_whole_table(run: Run, tiny_checkpoint: Path) -> None:
+    result = run(*command(tiny_checkpoint, "--stats", PROMPT))
     for label in ("prompt tokens", "new tokens", "time to first token", "time per output token", "acceptance length",
                   "expert bytes per output token, prefill", "expert bytes per output token, decode"):
-        assert label in result.stdout[len(text):]
-    assert "approximated: nothing: exact" in result.stdout
+        assert label in result.stderr
+    assert result.stderr.splitlines()[-2] == "exact"
 
 
 def test_a_policy_says_what_it_approximates(run: Run, tiny_checkpoint: Path) -> None:
-    result = run(*command(tiny_checkpoint, "--policy", "edgexpert", "--no-coarse-pruning", PROMPT))
-    assert result.exit_code == 0
-    said = result.stdout[result.stdout.index("approximated:"):]
-    assert "fine pruning" in said
-    assert "coarse pruning" not in said
+    for more in ((), ("--stats",)):
+        result = run(*command(tiny_checkpoint, "--policy", "edgexpert", "--no-coarse-pruning", *more, PROMPT))
+        assert result.exit_code == 0
+        said = result.stderr[result.stderr.index("approximated:"):]
+        assert "fine pruning" in said
+        assert "coarse pruning" not in said
+
+
+def test_sampling_that_the_checkpoint_asks_for_is_done_and_shown(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "sampled"
+    shutil.copytree(tiny_checkpoint, copy)
+    (copy / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.7, "top_p": 0.9, "eos_token_id": 1}')
+    shown = "from the checkpoint's generation_config.json: temperature 0.7, top_k 50, top_p 0.9"
+    assert shown in run(*command(copy, PROMPT)).stderr
+    given = run(*command(copy, "--temperature", 0, PROMPT))
+    assert "generation_config.json" not in given.stderr
+    assert given.stdout == run(*command(tiny_checkpoint, PROMPT)).stdout
 
 
 def test_json_is_one_object_with_the_promised_keys(run: Run, tiny_checkpoint: Path) -> None:
@@ -111,8 +140,8 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ctrl_c_keeps_text_and_statistics(run: Run, tiny_checkpoint: Path) -> None:
     result = run(*command(tiny_checkpoint, "--draft", "none", PROMPT))
     assert result.exit_code == 130
-    assert "acceptance length" in result.stdout
-    assert "note: interrupted" in result.stdout
+    assert len(result.stdout) > 3
+    assert "; interrupted" in result.stderr
 
 
 @pytest.mark.usefixtures("interrupted")
@@ -138,10 +167,35 @@ def test_ctrl_c_before_the_first_token_leaves_with_one_line(
 
 
 def test_the_installed_command_works_offline(tiny_checkpoint: Path) -> None:
-    code = "from edgexpert.cli.main import main; main()"
     process = subprocess.run(
-        [sys.executable, "-c", code, *map(str, command(tiny_checkpoint, "--json"))],
+        [sys.executable, "-c", MAIN, *map(str, command(tiny_checkpoint, "--json"))],
         input=PROMPT, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
     assert process.returncode == 0, process.stderr
     assert len(json.loads(process.stdout)["token_ids"]) == 12
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("generate", "-h"), ("simulate", "--devices"), ("info", "--json")])
+def test_a_full_disk_behind_standard_output_is_one_sentence(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        process = subprocess.run([sys.executable, "-c", MAIN, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr == "edgexpert: the output cannot be written (No space left on device).\n"
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("info", "--json")])
+def test_a_reader_that_went_away_ends_a_command_quietly(arguments: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", encoding="utf-8") as closed:
+        process = subprocess.run([sys.executable, "-c", MAIN, *arguments], stdout=closed, stderr=subprocess.PIPE, check=False)
+    assert (process.returncode, process.stderr) == (1, b"")
+
+
+def test_a_text_that_cannot_be_written_ends_with_one_sentence(tiny_checkpoint: Path) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        process = subprocess.run([sys.executable, "-c", MAIN, *map(str, command(tiny_checkpoint, PROMPT))],
+                                 stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert process.returncode == 2
+    assert process.stderr.splitlines()[-1] == "edgexpert: the output cannot be written (No space left on device)."
+    assert "Traceback" not in process.stderr

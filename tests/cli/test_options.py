@@ -9,13 +9,14 @@ import pytest
 
 from edgexpert.cli.options import Options, shared_options
 from edgexpert.core.errors import UserError
+from edgexpert.speculation.draft import TreeShape
 from tests.cli.conftest import Run
 
 PROMISED = """
     --model --draft --policy --coarse-pruning --no-coarse-pruning --fine-pruning --no-fine-pruning --prompt-wise-expert-reuse
     --no-prompt-wise-expert-reuse --depth-aware-coalescing --no-depth-aware-coalescing --computational-calibration
     --no-computational-calibration --k-min --n-min --k-tri --n-tri --theta1 --theta2 --selection-ratio --keep-channels
-    --max-new-tokens --temperature --top-k --top-p --seed --stop --tree-size --tree-depth --tree-top-k --dtype --device
+    --max-new-tokens --temperature --top-k --top-p --seed --stop --speculation --tree-size --tree-depth --tree-top-k --dtype --device
 """
 
 
@@ -38,6 +39,15 @@ def test_help_needs_no_torch() -> None:
 
 def test_version_is_printed(run: Run) -> None:
     assert run("--version").stdout.startswith("edgexpert 0.")
+    assert run("-V").stdout == run("--version").stdout
+
+
+@pytest.mark.parametrize("command", ["", "generate", "chat", "bench", "info", "list", "pull", "trace", "simulate", "convert",
+                                     "reproduce", "train", "train model", "train draft"])
+def test_every_command_has_a_short_and_a_long_help(run: Run, command: str) -> None:
+    short = run(*command.split(), "-h")
+    assert short.exit_code == 0 and "-h, --help" in short.stdout
+    assert short.stdout == run(*command.split(), "--help").stdout
 
 
 def test_switches_and_hyperparameters_override_the_policy() -> None:
@@ -49,13 +59,26 @@ def test_switches_and_hyperparameters_override_the_policy() -> None:
     assert policy.k_min is None, "what is not given is left to the policy"
 
 
-def test_sampling_and_tree_options_reach_the_engine() -> None:
-    options = Options(max_new_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=7, stop=["a", "b"],
-                      tree_size=8, tree_depth=2)
-    assert (options.sampling.max_new_tokens, options.sampling.top_k, options.sampling.seed) == (3, 4, 7)
-    assert (options.sampling.temperature, options.sampling.top_p) == (0.5, 0.9)
-    assert options.sampling.stop == ("a", "b")
-    assert (options.tree.size, options.tree.depth, options.tree.top_k) == (8, 2, 10)
+def test_sampling_options_that_are_given_reach_the_engine_and_others_are_left_to_it() -> None:
+    options = Options(max_new_tokens=3, temperature=0.5, top_k=4, seed=7, stop=["a", "b"])
+    assert options.sampling == {"max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "seed": 7, "stop": ("a", "b")}
+    assert Options().sampling == {"max_new_tokens": 128, "seed": 0}
+
+
+@pytest.mark.parametrize(("options", "tree"), [
+    (Options(), TreeShape()), (Options(speculation="off"), TreeShape(0)), (Options(speculation="16"), TreeShape(16)),
+    (Options(speculation="16", tree_size=8), TreeShape(8)), (Options(speculation="off", tree_size=8), TreeShape(8)),
+    (Options(tree_size=8, tree_depth=2), TreeShape(8, 2)), (Options(tree_top_k=1), TreeShape(top_k=1)),
+])
+def test_tree_options_win_over_speculation(options: Options, tree: TreeShape) -> None:
+    assert options.tree == tree
+
+
+@pytest.mark.parametrize("value", ["never", "-1", "1.5", ""])
+def test_speculation_is_auto_off_or_a_number(run: Run, value: str) -> None:
+    result = run("generate", "--speculation", value, "hi")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("edgexpert: --speculation must be auto, off or a number of candidates")
 
 
 def test_an_unknown_policy_is_answered_with_the_known_ones() -> None:

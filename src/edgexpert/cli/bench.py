@@ -64,10 +64,9 @@ def bench(
         require_matplotlib(plot)
     for name in names:
         options.policy_named(name)
-    params, shape = options.sampling, options.tree
     with told_output(plot) as drawing:
         engine = options.load()
-        measured = measure(engine, options, params, shape, names, texts, acceptance)
+        measured = measure(engine, options, options.params(engine), options.tree, names, texts, acceptance)
         if plot is not None and drawing is not None:
             draw_comparison(measured, drawing, format=plot.suffix.lower().removeprefix("."))
     if json:

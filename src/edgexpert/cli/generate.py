@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from edgexpert.cli.options import Json, Options, shared_options
-from edgexpert.cli.show import print_generation, print_json, print_piece
+from edgexpert.cli.show import print_generation, print_json, print_piece, print_summary
 from edgexpert.core.errors import UserError
 
 
@@ -16,12 +16,12 @@ from edgexpert.core.errors import UserError
 def generate(
     options: Options,
     prompt: Annotated[str | None, typer.Argument(help="Text to go on from; standard input when left out.")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="After the text, all figures instead of one line.")] = False,
     json: Json = False,
 ) -> None:
-    """Go on from a prompt, and say what it cost."""
+    """Go on from a prompt. The text goes to standard output, what it cost to standard error."""
     text = read_prompt(prompt)
-    params, shape = options.sampling, options.tree
-    stream = options.load().stream(text, params, shape)
+    stream = options.load().stream(text, tree=options.tree, **options.sampling)
     produced, interrupted = False, False
     try:
         for piece in stream:
@@ -36,8 +36,8 @@ def generate(
     if json:
         print_json(generation.to_json())
     else:
-        print_piece("\n\n")
-        print_generation(generation)
+        print_piece("\n" * (1 + sys.stdout.isatty()))
+        (print_generation if stats else print_summary)(generation, given=options.sampling, err=True)
     if interrupted:
         raise KeyboardInterrupt
 

@@ -50,6 +50,10 @@ def _setting(help: str) -> Any:
     return typer.Option(help=f"{help} [default: as the policy says]", show_default=False)
 
 
+def _sampling(help: str, default: str) -> Any:
+    return typer.Option(help=f"{help} [default: as the checkpoint says, else {default}]", show_default=False)
+
+
 def _tree(help: str) -> Any:
     return typer.Option(help=f"{help} [default: as --speculation says]", show_default=False)
 
@@ -100,10 +104,10 @@ class Options:
     token_weight: Annotated[str | None, _setting("How coalescing weighs candidates: routing, path or attention.")] = None
 
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to produce at most.")] = 128
-    temperature: Annotated[float, typer.Option(help="0 picks the likeliest token.")] = 0.0
-    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 for all.")] = 0
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this share of the probability.")] = 1.0
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 makes tokens of the text so far less likely.")] = 1.0
+    temperature: Annotated[float | None, _sampling("0 picks the likeliest token.", "0")] = None
+    top_k: Annotated[int | None, _sampling("Sample from the k likeliest tokens; 0 for all.", "0")] = None
+    top_p: Annotated[float | None, _sampling("Sample from the likeliest tokens with this share of the probability.", "1")] = None
+    repetition_penalty: Annotated[float | None, _sampling("Above 1 makes tokens of the text so far less likely.", "1")] = None
     seed: Annotated[int, typer.Option(help="Seed of the random numbers.")] = 0
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None
 
@@ -117,7 +121,7 @@ class Options:
 
     def load(self) -> Engine:
         """The engine that these options ask for. What can be checked without the model is checked first."""
-        policy = self.policy_named(self.policy)
+        policy, _, _ = self.policy_named(self.policy), self.sampling, self.tree
         if self.kernels is not None:
             os.environ["EDGEXPERT_KERNELS"] = self.kernels
         import edgexpert
@@ -136,11 +140,20 @@ class Options:
         return policy.with_settings(policy.policy_named(name), given)
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> dict[str, Any]:
+        """The sampling options that were given; the checkpoint decides the others."""
         from edgexpert.speculation.sampling import SamplingParams
 
-        values = {field.name: getattr(self, field.name) for field in fields(SamplingParams) if hasattr(self, field.name)}
-        return SamplingParams(**values | {"stop": tuple(self.stop or ())})
+        values = {field.name: getattr(self, field.name, None) for field in fields(SamplingParams)}
+        given = {name: value for name, value in values.items() if value is not None}
+        if self.stop is not None:
+            given["stop"] = tuple(self.stop)
+        SamplingParams(**given)  # checks them before anything is loaded
+        return given
+
+    def params(self, engine: Engine) -> SamplingParams:
+        """How to pick tokens: as the options say, else the checkpoint."""
+        return replace(engine.sampling, **self.sampling)
 
     @property
     def tree(self) -> TreeShape:

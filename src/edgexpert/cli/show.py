@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -81,18 +82,53 @@ def print_pairs(title: str, pairs: Mapping[str, str]) -> None:
     print_rich(rows)
 
 
-def print_rich(content: Table | Text) -> None:
-    """As wide as the terminal; where standard output is none, lines are neither cut nor wrapped."""
-    width = None if sys.stdout.isatty() else PIPE_WIDTH
-    Console(highlight=False, width=width).print(content)
+def print_rich(content: Table | Text, err: bool = False) -> None:
+    """As wide as the terminal; where the stream is none, lines are neither cut nor wrapped."""
+    width = None if (sys.stderr if err else sys.stdout).isatty() else PIPE_WIDTH
+    Console(highlight=False, width=width, stderr=err).print(content)
 
 
-def print_line(line: str) -> None:
+def print_line(line: str, err: bool = False) -> None:
     """A sentence, wrapped to the terminal, in which brackets and numbers mean nothing special."""
-    print_rich(Text(line))
+    print_rich(Text(line), err)
 
 
-def print_generation(generation: Generation) -> None:
+def print_summary(generation: Generation, given: Collection[str] = (), err: bool = False) -> None:
+    """One line: speed, bytes beside those of plain decoding, what was approximated. A second one where there are notes."""
+    timing, speculation = generation.timing, generation.speculation
+    parts = [f"{generation.new_tokens} tokens"]
+    if timing.tpot_s:
+        parts[0] += f", {1 / timing.tpot_s:.3g} a second, the first after {readable_seconds(timing.ttft_s)}"
+    if speculation.acceptance_length is not None and speculation.drafted:
+        parts.append(f"{speculation.acceptance_length:.2f} tokens a stage")
+    if generation.expert_bytes_per_token is not None:
+        parts.append(f"{readable_bytes(generation.expert_bytes_per_token)} of experts read a token "
+                     f"(counted; plain decoding reads {readable_bytes(generation.expert_bytes_plain)}: its top-k experts)")
+    parts.append(_approximated(generation))
+    if generation.finish == "interrupted":
+        parts.append("interrupted")
+    print_line("; ".join(parts), err)
+    notes = _notes(generation, given)
+    if notes:
+        print_line(f"note: {'; '.join(notes)}", err)
+
+
+def _approximated(generation: Generation) -> str:
+    """The names alone; --json has the whole sentences."""
+    names = [sentence.partition(":")[0] for sentence in generation.approximations]
+    return "approximated: " + ", ".join(names) if names else "exact"
+
+
+def _notes(generation: Generation, given: Collection[str]) -> list[str]:
+    """What the user should know, with the sampling that nobody asked for but the checkpoint."""
+    params, usual = generation.sampling, type(generation.sampling)()
+    unused = ("top_k", "top_p") if params.temperature == 0 else ()
+    taken = [f"{field.name} {value}" for field in fields(params) if field.name not in (*given, *unused)
+             and (value := getattr(params, field.name)) != getattr(usual, field.name)]
+    return [*generation.notes, f"from the checkpoint's generation_config.json: {', '.join(taken)}"] if taken else generation.notes
+
+
+def print_generation(generation: Generation, given: Collection[str] = (), err: bool = False) -> None:
     """The statistics of a generation beside plain decoding of the same model."""
     timing, speculation = generation.timing, generation.speculation
     new = generation.new_tokens
@@ -112,11 +148,9 @@ def print_generation(generation: Generation) -> None:
                  readable_bytes(generation.expert_bytes_per_token), readable_bytes(generation.expert_bytes_plain))
     everything = sum(generation.traffic.decode.values()) / speculation.emitted if speculation.emitted else None
     rows.add_row("all bytes per output token, decode", readable_bytes(everything), "")
-    print_rich(rows)
-    # the names alone, on one line; --json has the whole sentences
-    names = [sentence.partition(":")[0] for sentence in generation.approximations]
-    print_line("approximated: " + (", ".join(names) or "nothing: exact"))
-    for note in generation.notes:
-        print_line(f"note: {note}")
+    print_rich(rows, err)
+    print_line(_approximated(generation), err)
+    for note in _notes(generation, given):
+        print_line(f"note: {note}", err)
     if generation.finish == "interrupted":
-        print_line("note: interrupted; the figures are those of the text so far")
+        print_line("note: interrupted; the figures are those of the text so far", err)

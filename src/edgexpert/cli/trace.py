@@ -63,11 +63,10 @@ def trace(
 def _record(options: Options, texts: list[str], out: Path, channels: str, force: bool) -> None:
     from edgexpert.trace.record import record_trace
 
-    params = options.sampling
     engine = options.load()
     with _progress("recording", len(texts)) as advance:
-        record_trace(engine, texts, out, params, options.tree, channels, advance,  # type: ignore[arg-type]  # it checks
-                     force=force)
+        params, tree = options.params(engine), options.tree
+        record_trace(engine, texts, out, params, tree, channels, advance, force=force)  # type: ignore[arg-type]  # it checks
 
 
 @contextmanager
