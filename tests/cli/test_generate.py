@@ -175,10 +175,11 @@ def test_the_installed_command_works_offline(tiny_checkpoint: Path) -> None:
     assert len(json.loads(process.stdout)["token_ids"]) == 12
 
 
-@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("generate", "-h"), ("simulate", "--devices"), ("info", "--json")])
-def test_a_full_disk_behind_standard_output_is_one_sentence(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", ["--version", "--help", "generate -h", "simulate --devices", "info --json", "list"])
+def test_a_full_disk_behind_standard_output_is_one_sentence(arguments: str) -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
-        process = subprocess.run([sys.executable, "-c", MAIN, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        process = subprocess.run([sys.executable, "-c", MAIN, *arguments.split()],
+                                 stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert process.returncode == 2
     assert process.stderr == "edgexpert: the output cannot be written (No space left on device).\n"
 

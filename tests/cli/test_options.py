@@ -16,7 +16,8 @@ PROMISED = """
     --model --draft --policy --coarse-pruning --no-coarse-pruning --fine-pruning --no-fine-pruning --prompt-wise-expert-reuse
     --no-prompt-wise-expert-reuse --depth-aware-coalescing --no-depth-aware-coalescing --computational-calibration
     --no-computational-calibration --k-min --n-min --k-tri --n-tri --theta1 --theta2 --selection-ratio --keep-channels
-    --max-new-tokens --temperature --top-k --top-p --seed --stop --speculation --tree-size --tree-depth --tree-top-k --dtype --device
+    --max-new-tokens --temperature --top-k --top-p --seed --stop --speculation --tree-size --tree-depth --tree-top-k
+    --dtype --device --kernels
 """
 
 

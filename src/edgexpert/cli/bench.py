@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from edgexpert.cli.completion import complete_policies
 from edgexpert.cli.files import told_output
 from edgexpert.cli.measured import Measured
 from edgexpert.cli.options import Json, Options, shared_options
@@ -38,7 +39,7 @@ WARM_UP_TOKENS = 8
 def bench(
     options: Options,
     policies: Annotated[
-        str, typer.Option(metavar="A,B,C", help="Policies to compare.")
+        str, typer.Option(metavar="A,B,C", help="Policies to compare.", autocompletion=complete_policies)
     ] = "exact,pruned,reuse,coalesced,edgexpert",
     prompts: Annotated[
         Path | None,

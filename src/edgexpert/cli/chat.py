@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +13,7 @@ from edgexpert.cli.line import Lines
 from edgexpert.cli.options import Options, shared_options
 from edgexpert.cli.show import print_generation, print_line, print_piece, print_summary, sentence
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import checked_file, output_file
 
 if TYPE_CHECKING:
     from edgexpert.runtime.engine import Engine
@@ -126,7 +125,7 @@ class Conversation:
 
 def _path(command: str, argument: str) -> Path:
     if not argument:
-        raise UserError(f"{command} needs the name of a file")
+        raise UserError(f"a file is needed: give its name after {command}")
     return Path(argument).expanduser()
 
 
@@ -136,20 +135,9 @@ def _count(messages: list[dict[str, str]]) -> str:
 
 def save(messages: list[dict[str, str]], path: Path) -> bool:
     """Writes messages as JSON, whole or not at all. Returns whether a file was there."""
-    new = None
-    try:
-        existed = path.exists()
-        if existed and not path.is_file():
-            raise UserError(f"the path {path} is not a regular file; give the name of a file to write")
-        path = path.resolve()  # where it is a link, what it points to is replaced
-        new = path.with_name(f".{path.name}.{os.getpid()}.new")
-        new.write_text(json.dumps(messages, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        new.replace(path)
-    except OSError as error:
-        if new is not None:
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
-        raise UserError(f"the file {path} cannot be written ({error.strerror}); give another name") from None
+    existed = checked_file(path).exists()
+    with output_file(path) as part:
+        part.write_text(json.dumps(messages, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return existed
 
 

@@ -145,7 +145,7 @@ def has_chat_template(path: Path) -> bool:
 def judge_draft(name: str, target: Facts) -> dict[str, Any]:
     """Which draft would run, or why none does, by the configurations; ``folder`` is where it lies."""
     from edgexpert.speculation.fit import check_config, kind_of_draft
-    from edgexpert.weights.facts import read_config
+    from edgexpert.weights.facts import read_config, weight_files
     from edgexpert.weights.places import cached_folder, is_hub_name
 
     if name in ("none", "ngram"):
@@ -163,6 +163,8 @@ def judge_draft(name: str, target: Facts) -> dict[str, Any]:
         sizes = {"hidden_size": _of_embedding(target, 1), "vocab_size": _of_embedding(target, 0),
                  "num_hidden_layers": target.layers, "architectures": target.config.get("architectures")}
         check_config(folder, raw, sizes)
+        if not list(folder.glob("*.bin")):
+            weight_files(folder)
     except UserError as error:
         return {"asked_for": name, "fits": False, "reason": str(error), "folder": None}
     return {"asked_for": name, "fits": True, "kind": kind_of_draft(raw), "notes": [], "folder": folder}

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from edgexpert.cli import bench, chat, convert, generate, info, reproduce, simulate, trace, train
+from edgexpert.cli import bench, chat, convert, generate, info, list, pull, reproduce, simulate, trace, train
 from edgexpert.cli.show import sentence
 from edgexpert.core.errors import UserError
 
@@ -53,6 +53,8 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(bench.bench)
 app.command()(info.info)
+app.command("list")(list.list_models)
+app.command()(pull.pull)
 app.command()(trace.trace)
 app.command()(simulate.simulate)
 app.command()(reproduce.reproduce)

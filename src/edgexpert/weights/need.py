@@ -84,8 +84,11 @@ def memory_need(facts: Facts, dtype: str, draft: Path | None = None, encoder: bo
 
 def _draft_bytes(folder: Path, target: Facts, size: float) -> float:
     """A draft is in the dtype of its target; its matrices are packed where the target's are."""
-    headers = [header for file in weight_files(folder) for header in safetensors_headers(file).values()]
     packed = size if target.kind == "float" else {4: FOUR_BITS, 8: 1 + 2 / 32, 16: 2}.get(target.bits or 4, 1)
+    pickled = list(folder.glob("*.bin"))
+    if pickled and not list(folder.glob("*.safetensors")):  # in 16 bits, nearly all of it matrices
+        return sum(file.stat().st_size for file in pickled) / 2 * packed
+    headers = [header for file in weight_files(folder) for header in safetensors_headers(file).values()]
     return sum(header.values * (packed if len(header.shape) == 2 else size) for header in headers)
 
 
