@@ -157,7 +157,8 @@ def load(path: Path) -> list[dict[str, str]]:
         isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
         for message in stored
     ):
-        raise UserError(f'the file {path} is no JSON list of messages, each with a "role" ({", ".join(ROLES)}) and a "content"')
+        raise UserError(f"the file {path} is no JSON list of messages, each with a role ({', '.join(ROLES)}) and a content; "
+                        "give a file that /save wrote")
     return [{"role": message["role"], "content": message["content"]} for message in stored]
 
 
