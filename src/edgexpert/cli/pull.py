@@ -36,7 +36,7 @@ def pull(
     if name in BUNDLED:
         raise UserError(f"the model {name} comes with edgexpert; there is nothing to download")
     if not is_hub_name(name):
-        raise UserError(f"{name!r} is no name of the Hub; give one like owner/name")
+        raise UserError(f"the name {name!r} is no name of the Hub; give one like owner/name")
     place, new = download(name, revision, file)
     if json:
         print_json({"model": name, "path": str(place), "disk_bytes": disk_bytes(place), "downloaded_bytes": new})
