@@ -80,6 +80,29 @@ def test_the_policy_of_the_page_replays_traces(run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("few_experts")
+def test_a_run_under_the_policy_of_the_page_is_recorded_and_replays_to_the_bytes_of_the_run(
+    run: Run, tiny_checkpoint: Path, tmp_path: Path  # noqa: F811
+) -> None:
+    pytest.importorskip("pyarrow")
+    from edgexpert.core.shapes import WeightFormat
+    from edgexpert.trace.read import Trace
+
+    file, prompt = tmp_path / "run.parquet", tmp_path / "prompt.txt"
+    prompt.write_text("a fox met a crow, a fox met a crow")
+    arguments = ("--model", tiny_checkpoint, "--policy", "few-experts", "--max-new-tokens", 4, "--json")
+    recorded = run("trace", "--prompts", prompt, "--out", file, *arguments)
+    assert recorded.exit_code == 0, recorded.stderr
+    generated = json.loads(run("generate", prompt.read_text(), *arguments).stdout)
+    assert generated["policy"]["name"] == "few-experts" and generated["approximations"]
+    trace = Trace(file)
+    assert trace.facts.policy == {"name": "few-experts", "importance": "mean", "least": 0.5}
+    plans = [plan for stage in trace.replay(policy_named("few-experts")) for plan in stage.plans]
+    replayed = sum(plan.bytes(trace.shape(WeightFormat(4.0))) for plan in plans)
+    traffic = generated["traffic"]
+    assert replayed == pytest.approx(traffic["prefill"]["experts"] + traffic["decode"]["experts"])
+
+
+@pytest.mark.usefixtures("few_experts")
 def test_a_setting_of_another_policy_and_an_impossible_value_are_refused(run: Run, tiny_checkpoint: Path) -> None:  # noqa: F811
     import edgexpert
 
