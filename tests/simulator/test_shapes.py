@@ -61,3 +61,16 @@ def test_an_unknown_model_is_refused_with_the_list(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[1")
     with pytest.raises(UserError, match="cannot be read as JSON"):
         model_named(str(tmp_path))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"hidden_size": "64"}, "hidden_size .* must be a whole number"), ({"hidden_size": -1}, "hidden_size"),
+    ({"num_hidden_layers": 10**30}, "num_hidden_layers"), ({"num_hidden_layers": True}, "num_hidden_layers"),
+    ({"num_attention_heads": 0}, "num_attention_heads"), ({"num_experts": 1.5}, "num_experts"),
+    ({"num_experts_per_tok": 10**6}, "cannot be simulated"), ({"mlp_only_layers": "x"}, "mlp_only_layers"),
+    ({"mlp_only_layers": list(range(100))}, "no layer with experts"), ({"head_dim": [1]}, "head_dim"),
+    ({"num_hidden_layers": 10**6, "num_experts": 10**6}, "cannot be simulated"),
+])
+def test_sizes_that_no_model_has_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ModelShape.of({**CONFIG, **change})

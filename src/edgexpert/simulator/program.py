@@ -109,7 +109,9 @@ def compile_stage(model: ModelShape, device: Device, planned: PlannedStage, reus
         UserError: the workload does not fit the model, or the device lacks a unit or a draft that it needs.
     """
     jobs = StageJobs(model, device, planned, reuse).build()
-    assert (jobs["sram"] <= device.memory.shared).all(), "the shared SRAM overflows"
+    if (needed := int(jobs["sram"].max())) > device.memory.shared:
+        raise UserError(f"the device {device.name} has {device.memory.shared} bytes of shared SRAM, and a token of {model.name} "
+                        f"needs {needed}; give it more, or a smaller model")
     return _Layout(jobs, device, broadcast=planned.stage.kind == "prefill").program()
 
 

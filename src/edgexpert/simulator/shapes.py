@@ -53,9 +53,9 @@ class AttentionShape:
     @classmethod
     def latent(cls, config: Mapping[str, Any]) -> AttentionShape:
         """DeepSeek's multi-head latent attention; scores are computed on the latent, its projection absorbed."""
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        latent, rope, nope = config["kv_lora_rank"], config["qk_rope_head_dim"], config["qk_nope_head_dim"]
-        values, rank = config["v_head_dim"], config.get("q_lora_rank")
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        latent, rope, nope = (_size(config, name) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim"))
+        values, rank = _size(config, "v_head_dim"), _size_or(config, "q_lora_rank", 0)
         query = heads * (nope + rope)
         queries = (Matrix(hidden, rank), Matrix(rank, query)) if rank else (Matrix(hidden, query),)
         before = (*queries, Matrix(hidden, latent + rope), Matrix(latent, heads * (nope + values)))
@@ -83,15 +83,16 @@ class DraftShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> DraftShape:
-        config = {**config, **(config.get("transformer_layer_config") or {})}  # nested as speculators does, or flat
-        hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-        attention = AttentionShape.grouped(2 * hidden, hidden, heads, config["num_key_value_heads"],
-                                           config.get("head_dim") or hidden // heads)
+        nested = config.get("transformer_layer_config")
+        config = {**config, **(nested if isinstance(nested, dict) else {})}  # nested as speculators does, or flat
+        hidden, inner, heads = (_size(config, name) for name in ("hidden_size", "intermediate_size", "num_attention_heads"))
+        attention = AttentionShape.grouped(2 * hidden, hidden, heads, _size(config, "num_key_value_heads"),
+                                           _size_or(config, "head_dim", hidden // heads))
         return cls(
-            fuse=Matrix(3 * (config.get("target_hidden_size") or hidden), hidden),
+            fuse=Matrix(3 * _size_or(config, "target_hidden_size", hidden), hidden),
             attention=attention,
             feed_forward=(Matrix(hidden, 2 * inner), Matrix(inner, hidden)),
-            head=Matrix(hidden, config.get("draft_vocab_size") or config["vocab_size"]),
+            head=Matrix(hidden, _size_or(config, "draft_vocab_size", 0) or _size(config, "vocab_size")),
         )
 
     @property
@@ -138,22 +139,29 @@ class ModelShape:
 
     @classmethod
     def _of(cls, config: Mapping[str, Any], draft: Mapping[str, Any] | None, name: str | None) -> ModelShape:
-        hidden, layers, heads = config["hidden_size"], config["num_hidden_layers"], config["num_attention_heads"]
-        experts = _first(config, "num_experts", "num_local_experts", "n_routed_experts")
-        intermediate = _first(config, "moe_intermediate_size", "intermediate_size")
-        shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * intermediate
+        hidden, layers, heads = (_size(config, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        experts = _size(config, "num_experts", "num_local_experts", "n_routed_experts")
+        intermediate = _size(config, "moe_intermediate_size", "intermediate_size")
+        shared = _size_or(config, "shared_expert_intermediate_size", 0) or _size_or(config, "n_shared_experts", 0) * intermediate
         if config.get("kv_lora_rank"):
             attention = AttentionShape.latent(config)
         else:
-            attention = AttentionShape.grouped(hidden, hidden, heads, config.get("num_key_value_heads") or heads,
-                                               config.get("head_dim") or hidden // heads)
-        step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
-        moe_layers = tuple(layer for layer in range(config.get("first_k_dense_replace") or 0, layers)
+            attention = AttentionShape.grouped(hidden, hidden, heads, _size_or(config, "num_key_value_heads", heads),
+                                               _size_or(config, "head_dim", 0) or max(1, hidden // heads))
+        top_k, dense = _size(config, "num_experts_per_tok"), _dense_layers(config)
+        step = _size_or(config, "decoder_sparse_step", 1)
+        if layers * experts > MOST_EXPERTS or top_k > experts:
+            raise UserError(f"a model of {layers} layers with {experts} experts each, of which a token takes {top_k}, cannot be "
+                            "simulated; correct its config.json")
+        moe_layers = tuple(layer for layer in range(_size_or(config, "first_k_dense_replace", 0), layers)
                            if layer not in dense and (layer + 1) % step == 0)
+        if not moe_layers:
+            raise UserError("the model configuration leaves no layer with experts; give the config.json of an MoE model")
+        model_type = str(config["model_type"])
         return cls(
-            name or config.get("_name_or_path") or config["model_type"], config["model_type"], hidden, layers, moe_layers,
-            experts, config["num_experts_per_tok"], intermediate, shared, config["intermediate_size"], config["vocab_size"],
-            attention, DraftShape.of(draft) if draft else None,
+            name or str(config.get("_name_or_path") or model_type), model_type, hidden, layers, moe_layers, experts, top_k,
+            intermediate, shared, _size(config, "intermediate_size"), _size(config, "vocab_size"), attention,
+            DraftShape.of(draft) if draft else None,
         )
 
     @property
@@ -195,11 +203,33 @@ def _gated(hidden: int, intermediate: int) -> tuple[Matrix, Matrix]:
     return Matrix(hidden, 2 * intermediate), Matrix(intermediate, hidden)
 
 
-def _first(config: Mapping[str, Any], *names: str) -> int:
+LARGEST, MOST_EXPERTS = 2**24, 1_000_000
+"""Of any size that a configuration names, and of the experts of all layers."""
+
+
+def _size(config: Mapping[str, Any], *names: str) -> int:
+    """The first of several keys that is there and not 0. Raises KeyError where none is."""
     for name in names:
-        if config.get(name):
-            return int(config[name])
+        if size := _size_or(config, name, 0):
+            return size
     raise KeyError(names[0])
+
+
+def _size_or(config: Mapping[str, Any], name: str, default: int) -> int:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
+        raise UserError(f"the key {name} of the model configuration must be a whole number up to {LARGEST}, not "
+                        f"{str(value)[:30]}; correct it")
+    return value or default
+
+
+def _dense_layers(config: Mapping[str, Any]) -> set[int]:
+    layers = config.get("mlp_only_layers") or []
+    if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):
+        raise UserError("the key mlp_only_layers of the model configuration must be a list of whole numbers; correct it")
+    return set(layers)
 
 
 def model_named(name: str) -> ModelShape:
@@ -224,7 +254,7 @@ def model_named(name: str) -> ModelShape:
 def _read(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the file {path} cannot be read as JSON ({error}); give the config.json of a model") from None
     if not isinstance(config, dict):
         raise UserError(f"the file {path} does not hold a JSON object; give the config.json of a model")
