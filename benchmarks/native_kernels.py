@@ -101,7 +101,7 @@ def main() -> None:
 
     def plain_read() -> None:
         for _ in range(sweeps):
-            native._native.read_memory(memory.data_ptr(), memory.numel())
+            native._native.read_memory(native.array(memory.flatten()))
 
     times = take_turns(
         {"read": plain_read, "all": one_token(1), "half": one_token(0.5), "quarter": one_token(0.25)}, args.repetitions, "1 token"
@@ -129,7 +129,8 @@ def main() -> None:
         weights = torch.rand(len(pairs.tokens))
 
         def run(pairs: Pairs = pairs, weights: torch.Tensor = weights) -> None:
-            native.run_experts(x, *layers[0], pairs, weights)
+            up, down = layers[0]
+            native.down(native.gate_up(x, up, pairs), down, pairs, weights, len(x))
 
         times = take_turns({"peak": peak, "run": run}, args.repetitions, name)
         operations = len(pairs.tokens) * WEIGHTS

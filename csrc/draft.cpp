@@ -55,8 +55,7 @@ void top_of_row(const float* x, std::int64_t n, std::int64_t k, std::int64_t* id
 
 }  // namespace
 
-void draft_layer(const DraftLayer& layer, const float* embeddings, const float* states, std::int64_t tokens, const float* cos,
-                 const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask,
+void draft_layer(const DraftLayer& layer, const float* embeddings, const float* states, std::int64_t tokens, const Context& context,
                  float* out) {
   const std::int64_t hidden = layer.attention.output.outputs, size = tokens * hidden, width = layer.gate.outputs;
   thread_local std::vector<float> normed_embeddings, normed, both, between, gate, up;
@@ -73,7 +72,7 @@ void draft_layer(const DraftLayer& layer, const float* embeddings, const float* 
     std::copy_n(normed_embeddings.data() + t * hidden, hidden, both.data() + 2 * t * hidden);
     std::copy_n(normed.data() + t * hidden, hidden, both.data() + (2 * t + 1) * hidden);
   }
-  attend(layer.attention, both.data(), tokens, cos, sin, keys, values, capacity, length, mask, between.data());
+  attend(layer.attention, both.data(), tokens, context, between.data());
   add(layer.norm_before_residual ? normed.data() : states, size, between.data());
 
   rms_norm(between.data(), layer.mlp_norm, normed.data(), tokens, hidden, layer.eps);

@@ -16,10 +16,8 @@ struct DraftLayer {
   float eps;
 };
 
-// out [tokens, hidden]: the states of tokens with these embeddings and states before them, [tokens, hidden] each. The other
-// arguments are those of attention_layer.
-void draft_layer(const DraftLayer& layer, const float* embeddings, const float* states, std::int64_t tokens, const float* cos,
-                 const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask,
+// out [tokens, hidden]: the states of tokens with these embeddings and states before them, [tokens, hidden] each.
+void draft_layer(const DraftLayer& layer, const float* embeddings, const float* states, std::int64_t tokens, const Context& context,
                  float* out);
 
 // The k likeliest of n tokens in each row of logits, best first, of equal ones the first; ids and log-probabilities are [rows, k].

@@ -1,8 +1,11 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <new>
+#include <stdexcept>
 #include <vector>
 
 #include "isa.h"
@@ -19,7 +22,9 @@ class Buffer {
     const std::size_t bytes = (static_cast<std::size_t>(count) * sizeof(T) + 63) / 64 * 64;
     if (bytes > bytes_) {
       std::free(memory_);
+      bytes_ = 0;
       memory_ = std::aligned_alloc(64, bytes);
+      if (!memory_) throw std::bad_alloc();
       bytes_ = bytes;
     }
     return static_cast<T*>(memory_);
@@ -38,8 +43,10 @@ struct Task {
 
 // Shared by all calls, which hold busy().
 Buffer quantised, token_sums, token_scales, packed, packed_sums, everything, channel_lists, quad_lists, row_x, row_sums, row_scales,
-    products, activations, partial, scratch;
+    products, partial, scratch;
 std::vector<Task> tasks;
+std::atomic<bool> counting{false};
+std::atomic<std::int64_t> counted{0};
 
 // Channels per block: those that share scales; 32 for weights without.
 std::int64_t block_of(const Weights& w) { return w.bits == 16 ? std::min<std::int64_t>(32, w.channels) : w.group; }
@@ -76,10 +83,25 @@ void pack_floats(const float* x, const bool* loaded, const bool* compute, std::i
 
 // Asks for the rows with which thread `thread` is likely to begin when this matrix, or that of these experts, is multiplied next.
 void fetch_first_rows(const Weights& w, const Pairs& pairs, std::int64_t thread) {
-  const std::int64_t place = w.count > 1 ? pairs.experts[std::min(thread, pairs.loaded - 1)] : std::min(thread, w.tiles - 1);
-  const std::int64_t part = w.count == 1 && w.tiles == 1 ? std::min(thread, kParts - 1) : 0;  // see `by_channels`
-  const std::uint8_t* rows = w.values + place * w.value_stride + part * blocks_of(w) / kParts * block_of(w) * w.row_bytes();
+  const std::int64_t place = w.tiles == 1 ? pairs.experts[std::min(thread, pairs.loaded - 1)] : std::min(thread, w.tiles - 1);
+  const std::int64_t part = w.count() == 1 && w.tiles == 1 ? std::min(thread, kParts - 1) : 0;  // see `by_channels`
+  const std::uint8_t* rows = w.places->values[place] + part * blocks_of(w) / kParts * block_of(w) * w.row_bytes();
   for (std::int64_t at = 0; at < block_of(w) * w.row_bytes(); at += 64) __builtin_prefetch(rows + at, 0, 2);
+}
+
+// Adds up the distinct rows in the lists of channels that are multiplied, and the groups that have some.
+void count_touched(std::initializer_list<Linear> layers, const Pairs& pairs, const std::int32_t* channels, const std::int32_t* quads,
+                   std::int64_t channel_stride, std::int64_t quad_stride) {
+  for (const Linear& layer : layers) {
+    const Weights& w = layer.weights;
+    const std::int64_t beside = w.bits == 16 ? 0 : w.padded * (w.places->zeros[pairs.experts[0]] ? 3 : 2);
+    for (std::int64_t u = 0; u < pairs.loaded; ++u, channels += channel_stride, quads += quad_stride) {
+      std::vector<bool> touched(w.channels);
+      for (std::int64_t i = 0; i < 4 * quads[blocks_of(w)]; ++i) touched[channels[i]] = true;
+      counted += std::count(touched.begin(), touched.end(), true) * w.row_bytes();
+      for (std::int64_t g = 0; g < blocks_of(w); ++g) counted += quads[g] < quads[g + 1] ? beside : 0;
+    }
+  }
 }
 
 bool alike(const Weights& a, const Weights& b) { return a.channels == b.channels && a.bits == b.bits && a.group == b.group; }
@@ -92,6 +114,9 @@ void multiply(std::initializer_list<Linear> layers, const float* x, std::int64_t
   const Weights& form = layers.begin()->weights;
   const std::int64_t count = pairs.count(), channels = form.channels, block = block_of(form), blocks = blocks_of(form);
   const std::int64_t experts = pairs.loaded;
+  for (const Linear& layer : layers)
+    for (std::int64_t u = 0; u < experts; ++u)
+      if (!layer.weights.places->values[pairs.experts[u]]) throw std::runtime_error("an expert is used that is not in memory");
   const bool integer = form.bits != 16, selected = selection.loaded || selection.compute;
   const std::size_t value = integer ? 1 : 4;
   const Isa& set = isa();
@@ -146,6 +171,8 @@ void multiply(std::initializer_list<Linear> layers, const float* x, std::int64_t
     });
   }
 
+  if (counting && form.count() > 1) count_touched(layers, pairs, channel_list, quad_list, selected ? room : 0, selected ? blocks + 1 : 0);
+
   // Few rows wait for memory, which is slow where threads take turns in the lines of one row: they share small matrices by their
   // channels. Many rows compute: an expert's columns are split where there are few experts or where it has more rows than its share.
   std::int64_t tiles = 0, outputs = 0;
@@ -184,9 +211,9 @@ void multiply(std::initializer_list<Linear> layers, const float* x, std::int64_t
     const std::int64_t u = task.expert, e = pairs.experts[u], p = pairs.offsets[u], list = selected ? u : 0;
     const std::int64_t place = e + task.tile, first = task.tile * w.padded;
     Product product{};
-    product.values = w.values + place * w.value_stride;
-    product.scales = reinterpret_cast<const std::uint16_t*>(reinterpret_cast<const char*>(w.scales) + place * w.scale_stride);
-    product.zeros = w.zeros ? w.zeros + place * w.zero_stride : nullptr;
+    product.values = w.places->values[place];
+    product.scales = w.places->scales[place];
+    product.zeros = w.places->zeros[place];
     product.padded = w.padded;
     product.outputs = std::min(w.padded, w.outputs - first);
     product.group = block;
@@ -230,27 +257,14 @@ void multiply(std::initializer_list<Linear> layers, const float* x, std::int64_t
   }
 }
 
-void gate_up_unlocked(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
-                      const float* bias, Activation activation, bool gated, const Weights* next, float* out) {
-  const std::int64_t width = gated ? w.outputs / 2 : w.outputs;
-  auto* y = products.get<float>(pairs.count() * w.outputs);
-  multiply({{w, bias, y}}, x, tokens, pairs, pairs.tokens, selection, next);
-  for_rows(pairs.count(),
-           [&](std::int64_t p, int) { isa().activate(activation, gated, y + p * w.outputs, width, out + p * width); });
-}
-
-void down_unlocked(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
-                   const float* bias, const float* weights, float* out) {
-  auto* y = products.get<float>(pairs.count() * w.outputs);
-  multiply({{w, bias, y}}, x, pairs.count(), pairs, nullptr, selection);
-  in_pieces(w.outputs, 256, pairs.count() * w.outputs, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t t = 0; t < tokens; ++t) std::memset(out + t * w.outputs + begin, 0, (end - begin) * sizeof(float));
-    for (std::int64_t p = 0; p < pairs.count(); ++p)
-      isa().add_scaled(weights[p], y + p * w.outputs + begin, end - begin, out + pairs.tokens[p] * w.outputs + begin);
-  });
-}
-
 }  // namespace
+
+void count_bytes(bool on) {
+  counting = on;
+  if (on) counted = 0;
+}
+
+std::int64_t bytes_counted() { return counted; }
 
 void linear(std::initializer_list<Linear> layers, const float* x, std::int64_t rows, const Weights* next) {
   const std::lock_guard lock(busy());
@@ -265,24 +279,25 @@ void linear(std::initializer_list<Linear> layers, const float* x, std::int64_t r
 }
 
 void gate_up(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
-             const float* bias, Activation activation, bool gated, float* out) {
+             const float* bias, Activation activation, bool gated, float* out, const Weights* next) {
   const std::lock_guard lock(busy());
-  gate_up_unlocked(w, x, tokens, pairs, selection, bias, activation, gated, nullptr, out);
+  const std::int64_t width = gated ? w.outputs / 2 : w.outputs;
+  auto* y = products.get<float>(pairs.count() * w.outputs);
+  multiply({{w, bias, y}}, x, tokens, pairs, pairs.tokens, selection, next);
+  for_rows(pairs.count(),
+           [&](std::int64_t p, int) { isa().activate(activation, gated, y + p * w.outputs, width, out + p * width); });
 }
 
 void down(const Weights& w, const float* x, std::int64_t tokens, const Pairs& pairs, const Selection& selection,
           const float* bias, const float* weights, float* out) {
   const std::lock_guard lock(busy());
-  down_unlocked(w, x, tokens, pairs, selection, bias, weights, out);
-}
-
-void experts(const Weights& gate_up, const Weights& down, const float* x, std::int64_t tokens, const Pairs& pairs,
-             const Selection& selection, const float* gate_up_bias, const float* down_bias, Activation activation, bool gated,
-             const float* weights, float* out) {
-  const std::lock_guard lock(busy());
-  auto* inner = activations.get<float>(pairs.count() * down.channels);
-  gate_up_unlocked(gate_up, x, tokens, pairs, selection, gate_up_bias, activation, gated, &down, inner);
-  down_unlocked(down, inner, tokens, pairs, Selection{}, down_bias, weights, out);
+  auto* y = products.get<float>(pairs.count() * w.outputs);
+  multiply({{w, bias, y}}, x, pairs.count(), pairs, nullptr, selection);
+  in_pieces(w.outputs, 256, pairs.count() * w.outputs, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t t = 0; t < tokens; ++t) std::memset(out + t * w.outputs + begin, 0, (end - begin) * sizeof(float));
+    for (std::int64_t p = 0; p < pairs.count(); ++p)
+      isa().add_scaled(weights[p], y + p * w.outputs + begin, end - begin, out + pairs.tokens[p] * w.outputs + begin);
+  });
 }
 
 }  // namespace edgexpert

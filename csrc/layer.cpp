@@ -37,8 +37,8 @@ void add_residual(const float* x, float residual, std::int64_t count, float* out
 
 }  // namespace
 
-void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin, float* keys,
-            float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out) {
+void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, const Context& context, float* out) {
+  const auto& [cos, sin, keys, values, capacity, length, mask] = context;
   const std::int64_t dim = layer.dim, query_width = layer.heads * dim, key_width = layer.kv_heads * dim;
   thread_local std::vector<float> query, key, value, attended;
   query.resize(tokens * query_width);
@@ -56,8 +56,9 @@ void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, co
     for (auto* states : {&query, &key, &value})
       for (float& state : *states) state = std::clamp(state, -layer.clip, layer.clip);
 
-  in_pieces(tokens, 8, tokens * (query_width + 2 * key_width), [&, q = query.data(), k = key.data(), v = value.data()](
-                                                                   std::int64_t begin, std::int64_t end) {
+  in_pieces(tokens, 8, tokens * (query_width + 2 * key_width), [&, q = query.data(), k = key.data(), v = value.data(),
+                                                           context](std::int64_t begin, std::int64_t end) {
+    const auto& [cos, sin, keys, values, capacity, length, mask] = context;  // clang captures no structured bindings
     for (std::int64_t t = begin; t < end; ++t) {
       for (std::int64_t head = 0; head < layer.heads; ++head)
         rotate(q + t * query_width + head * dim, cos + t * dim, sin + t * dim, dim);
@@ -74,31 +75,28 @@ void attend(const AttentionLayer& layer, const float* x, std::int64_t tokens, co
   linear({{layer.output, layer.output_bias, out}}, attended.data(), tokens);
 }
 
-void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t tokens, const float* cos, const float* sin,
-                     float* keys, float* values, std::int64_t capacity, std::int64_t length, const bool* mask, float* out) {
+void attention_layer(const AttentionLayer& layer, const float* x, std::int64_t tokens, const Context& context, float* out) {
   const std::int64_t hidden = layer.query.channels;
   thread_local std::vector<float> normed;
   normed.resize(tokens * hidden);
   rms_norm(x, layer.norm, normed.data(), tokens, hidden, layer.eps);
-  attend(layer, normed.data(), tokens, cos, sin, keys, values, capacity, length, mask, out);
+  attend(layer, normed.data(), tokens, context, out);
   add_residual(x, layer.residual, tokens * hidden, out);
 }
 
 namespace {
 
 // Norm and router: the states that experts read, the best experts of each token, and what it takes of them by what weights.
-void route(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* normed, Ranking& ranking, std::int64_t* chosen,
-           float* weights) {
-  const std::int64_t hidden = layer.gate_up.channels, count = layer.gate_up.count, k = layer.top_k, ranks = ranking.ranks;
-  thread_local std::vector<float> logits;
-  logits.resize(tokens * count);
+void route(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* normed, float* logits, Ranking& ranking,
+           std::int64_t* chosen, float* weights) {
+  const std::int64_t hidden = layer.gate_up.channels, count = layer.gate_up.count(), k = layer.top_k, ranks = ranking.ranks;
   rms_norm(x, layer.norm, normed, tokens, hidden, layer.eps);
-  float_linear(normed, layer.router, logits.data(), tokens, hidden, count);
+  float_linear(normed, layer.router, logits, tokens, hidden, count);
   ranking.experts.resize(tokens * ranks);
   ranking.gates.resize(tokens * ranks);
-  in_pieces(tokens, 8, tokens * count * 32, [&, all_logits = logits.data()](std::int64_t begin, std::int64_t end) {
+  in_pieces(tokens, 8, tokens * count * 32, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t t = begin; t < end; ++t) {
-      const float* row = all_logits + t * count;
+      const float* row = logits + t * count;
       float* gates = ranking.gates.data() + t * ranks;
       std::int64_t* order = ranking.experts.data() + t * ranks;
       best_experts(row, nullptr, count, ranks, order);
@@ -170,67 +168,104 @@ const bool* reordered(const bool* mask, const std::vector<std::int64_t>& order, 
   return reinterpret_cast<const bool*>(rows.data());
 }
 
-}  // namespace
+// Experts in use, for as long as this lives.
+class InUse {
+ public:
+  InUse(const ExpertLayer& layer, const Pairs& pairs) : layer_(layer), pairs_(pairs) {
+    if (layer.store) layer.store->use(layer.number, pairs.experts, pairs.loaded);
+  }
+  ~InUse() {
+    if (layer_.store) layer_.store->release(layer_.number, pairs_.experts, pairs_.loaded);
+  }
+  InUse(const InUse&) = delete;
 
-std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, float* out, std::int64_t* chosen,
-                          float* weights) {
-  const std::int64_t hidden = layer.gate_up.channels;
-  thread_local std::vector<float> normed;
-  thread_local Ranking ranking;
-  thread_local TokenPairs routed;
-  normed.resize(tokens * hidden);
-  ranking.ranks = layer.top_k;
-  route(layer, x, tokens, normed.data(), ranking, chosen, weights);
-  routed.read(chosen, weights, tokens, layer.top_k, layer.gate_up.count);
-  const Grouped& grouped = group_pairs(routed, layer.gate_up.count);
-  experts(layer.gate_up, layer.down, normed.data(), tokens, grouped.pairs, {}, layer.gate_up_bias, layer.down_bias,
-          layer.activation, layer.gated, grouped.weights.data(), out);
-  add_residual(x, layer.residual, tokens * hidden, out);
-  return grouped.pairs.loaded;
+ private:
+  const ExpertLayer& layer_;
+  const Pairs& pairs_;
+};
+
+template <class T>
+T* part(T* array, std::int64_t begin) {
+  return array ? array + begin : nullptr;
 }
 
-std::int64_t ruled_expert_layer(const ExpertLayer& layer, const StageRule& rule, const float* x, std::int64_t tokens, float* out,
-                                 std::int64_t* chosen, float* weights, const Decision& decision) {
-  const std::int64_t hidden = layer.gate_up.channels, width = layer.down.channels, count = layer.gate_up.count;
-  thread_local std::vector<float> normed, inner;
+}  // namespace
+
+std::int64_t expert_layer(const ExpertLayer& layer, const float* x, std::int64_t tokens, const Choice& choice, float* out) {
+  const std::int64_t hidden = layer.gate_up.channels, width = layer.down.channels, count = layer.gate_up.count(), k = layer.top_k;
+  const StageRule* rule = choice.rule;
+  const Decision& decision = choice.decision;
+  const Observation* observed = choice.observed;
+  thread_local std::vector<float> own_normed, own_logits, inner;
   thread_local Ranking ranking;
-  thread_local std::vector<std::int64_t> place;  // of each pair, token by token, among the pairs by expert
   thread_local TokenPairs routed;
-  normed.resize(tokens * hidden);
-  ranking.ranks = rule.tiers ? std::max(layer.top_k, rule.candidates[1]) : layer.top_k;  // the trivial have most candidates
-  route(layer, x, tokens, normed.data(), ranking, chosen, weights);
-  std::copy_n(chosen, tokens * layer.top_k, decision.experts);
-  std::copy_n(weights, tokens * layer.top_k, decision.weights);
-  choose_experts(rule, ranking, layer.normalise, layer.router_scale, tokens, layer.top_k, count, decision.experts, decision.weights);
-  routed.read(decision.experts, decision.weights, tokens, layer.top_k, count);
+  thread_local std::vector<std::int64_t> place;  // of each pair, token by token, among the pairs by expert
+  if (!observed) {
+    own_normed.resize(tokens * hidden);
+    own_logits.resize(tokens * count);
+  }
+  float* normed = observed ? observed->inputs : own_normed.data();
+  ranking.ranks = rule && rule->tiers ? std::max(k, rule->candidates[1]) : k;  // the trivial have most candidates
+  route(layer, x, tokens, normed, observed ? observed->logits : own_logits.data(), ranking, choice.experts, choice.weights);
+  if (rule) {
+    std::copy_n(choice.experts, tokens * k, decision.experts);
+    std::copy_n(choice.weights, tokens * k, decision.weights);
+    choose_experts(*rule, ranking, layer.normalise, layer.router_scale, tokens, k, count, decision.experts, decision.weights);
+    routed.read(decision.experts, decision.weights, tokens, k, count);
+  } else {
+    routed.read(choice.experts, choice.weights, tokens, k, count);
+  }
   const Grouped& grouped = group_pairs(routed, count);
   const auto& [ids, offsets, tokens_by_expert, order, by_expert, pairs] = grouped;
+  const InUse in_use(layer, pairs);
 
-  if (rule.fine)
-    select_channels(rule, normed.data(), routed.token.data(), routed, hidden, count, decision.gate_up, decision.gate_up_compute);
+  const bool fine = rule && rule->fine;
+  Selection gate_up_selection, down_selection;
+  if (fine) {
+    select_channels(*rule, normed, routed.token.data(), routed, hidden, count, decision.gate_up, decision.gate_up_compute);
+    gate_up_selection = {decision.gate_up, reordered(decision.gate_up_compute, order, hidden)};
+  }
   inner.resize(routed.count() * width);
-  gate_up(layer.gate_up, normed.data(), tokens, pairs, {decision.gate_up, reordered(decision.gate_up_compute, order, hidden)},
-          layer.gate_up_bias, layer.activation, layer.gated, inner.data());
-  if (rule.fine) {
+  gate_up(layer.gate_up, normed, tokens, pairs, gate_up_selection, layer.gate_up_bias, layer.activation, layer.gated, inner.data(),
+          fine ? nullptr : &layer.down);
+  if (fine) {
     place.resize(routed.count());
     for (std::int64_t i = 0; i < routed.count(); ++i) place[order[i]] = i;
-    select_channels(rule, inner.data(), place.data(), routed, width, count, decision.down, decision.down_compute);
+    select_channels(*rule, inner.data(), place.data(), routed, width, count, decision.down, decision.down_compute);
+    down_selection = {decision.down, reordered(decision.down_compute, order, width)};
   }
-  down(layer.down, inner.data(), tokens, pairs, {decision.down, reordered(decision.down_compute, order, width)}, layer.down_bias,
-       by_expert.data(), out);
+  if (observed)
+    for (std::int64_t i = 0; i < routed.count(); ++i)
+      std::copy_n(inner.data() + i * width, width, observed->down_inputs + order[i] * width);
+  down(layer.down, inner.data(), tokens, pairs, down_selection, layer.down_bias, by_expert.data(), out);
   add_residual(x, layer.residual, tokens * hidden, out);
-  count_read(layer.gate_up, pairs, decision.gate_up, decision.read);
-  count_read(layer.down, pairs, decision.down, decision.read + 2);
+  if (rule) {
+    count_read(layer.gate_up, pairs, decision.gate_up, decision.read);
+    count_read(layer.down, pairs, decision.down, decision.read + 2);
+  }
   return pairs.loaded;
 }
 
-std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, std::int64_t tokens, const float* cos,
-                                      const float* sin, float* keys, float* values, std::int64_t capacity, std::int64_t length,
-                                      const bool* mask, const std::vector<std::int64_t>& fused, float* features, float* out,
-                                      std::int64_t* experts, float* weights, const StageRule* rule, const Decision& decision) {
-  const auto& [first, moe] = stack.layers.front();
-  const std::int64_t hidden = first.query.channels, cache = first.kv_heads * capacity * first.dim, count = moe.gate_up.count;
-  const std::int64_t choices = tokens * moe.top_k, wanted = static_cast<std::int64_t>(fused.size());
+Choice Choice::of_layer(std::int64_t layer, std::int64_t tokens, const ExpertLayer& sizes, Observation& own) const {
+  const std::int64_t hidden = sizes.gate_up.channels, width = sizes.down.channels, count = sizes.gate_up.count();
+  const std::int64_t choices = layer * tokens * sizes.top_k;
+  Choice choice{experts + choices, weights + choices, rule, {}, observed ? &own : nullptr};
+  if (rule)
+    choice.decision = {decision.experts + choices, decision.weights + choices,
+                       part(decision.gate_up, layer * count * hidden), part(decision.down, layer * count * width),
+                       part(decision.gate_up_compute, choices * hidden), part(decision.down_compute, choices * width),
+                       decision.read + 4 * layer};
+  if (observed)
+    own = {observed->logits + layer * tokens * count, observed->inputs + layer * tokens * hidden,
+           observed->down_inputs + choices * width};
+  return choice;
+}
+
+std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, std::int64_t tokens, const Context& context,
+                                      const std::vector<std::int64_t>& fused, float* features, const Choice& choice, float* out) {
+  const AttentionLayer& first = *stack.layers.front().attention;
+  const std::int64_t hidden = first.query.channels, cache = first.kv_heads * context.capacity * first.dim;
+  const std::int64_t wanted = static_cast<std::int64_t>(fused.size());
   thread_local std::vector<float> between;
   between.resize(tokens * hidden);
   const auto keep = [&](std::int64_t layer) {
@@ -238,25 +273,16 @@ std::vector<std::int64_t> layer_stack(const LayerStack& stack, const float* x, s
       for (std::int64_t t = 0; fused[i] == layer && t < tokens; ++t)
         std::copy_n(x + t * hidden, hidden, features + (t * wanted + i) * hidden);
   };
-  const auto part = [](auto* array, std::int64_t begin) { return array ? array + begin : nullptr; };
   std::vector<std::int64_t> loaded;
-  for (const auto& layer : stack.layers) {
+  for (const auto& [attention, experts] : stack.layers) {
     const auto i = static_cast<std::int64_t>(loaded.size());
     keep(i);
-    attention_layer(layer.attention, x, tokens, cos, sin, keys + i * cache, values + i * cache, capacity, length, mask,
-                    between.data());
-    std::int64_t* chosen = experts + i * choices;
-    float* own = weights + i * choices;
-    if (!rule) {
-      loaded.push_back(expert_layer(layer.experts, between.data(), tokens, out, chosen, own));
-    } else {
-      const std::int64_t width = layer.experts.down.channels;
-      const Decision here{decision.experts + i * choices, decision.weights + i * choices,
-                          part(decision.gate_up, i * count * hidden), part(decision.down, i * count * width),
-                          part(decision.gate_up_compute, i * choices * hidden), part(decision.down_compute, i * choices * width),
-                          decision.read + 4 * i};
-      loaded.push_back(ruled_expert_layer(layer.experts, *rule, between.data(), tokens, out, chosen, own, here));
-    }
+    Context own = context;
+    own.keys += i * cache;
+    own.values += i * cache;
+    Observation observed;
+    attention_layer(*attention, x, tokens, own, between.data());
+    loaded.push_back(expert_layer(*experts, between.data(), tokens, choice.of_layer(i, tokens, *experts, observed), out));
     x = out;
   }
   keep(static_cast<std::int64_t>(loaded.size()));

@@ -9,6 +9,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "isa.h"
 
@@ -331,7 +332,7 @@ void join(const float* sums, std::int64_t stride, std::int64_t n, float scale, c
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding and subtracting it rounds to an integer, half to even
 
 float quantise(const float* x, std::int64_t n, std::int8_t* q) {
-  std::int32_t largest = 0;  // compared as bits, so that an infinity or NaN of x makes the scale one
+  std::int32_t largest = 0;  // compared as bits, so that no NaN of x is passed over
   for (std::int64_t i = 0; i < n; ++i) {
     std::int32_t bits;
     std::memcpy(&bits, x + i, 4);
@@ -340,9 +341,9 @@ float quantise(const float* x, std::int64_t n, std::int8_t* q) {
   }
   float most;
   std::memcpy(&most, &largest, 4);
-  if (most < 1e-30f) {
+  if (largest >= 0x7f800000 || most < 1e-30f) {  // what is no finite number makes all outputs NaN
     std::memset(q, 0, n);
-    return 0.0f;
+    return largest >= 0x7f800000 ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
   }
   const float factor = 127.0f / most;
   for (std::int64_t i = 0; i < n; ++i) q[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(x[i] * factor + kRound - kRound));
@@ -363,7 +364,7 @@ inline float exponential(float x) {
   p = p * r + 0.5f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  return p * std::bit_cast<float>((static_cast<std::int32_t>(n) + 127) << 23);
+  return p * std::bit_cast<float>((static_cast<std::int32_t>(n == n ? n : 0.0f) + 127) << 23);  // p is NaN where x is
 }
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }

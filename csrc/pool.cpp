@@ -3,12 +3,16 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <exception>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace edgexpert {
 namespace {
+
+thread_local int current_thread = -1;  // number of the thread while it runs a task
 
 using Clock = std::chrono::steady_clock;
 
@@ -39,6 +43,8 @@ class Pool {
   int size() const { return size_; }
 
   void run(std::int64_t tasks, void (*body)(void*, std::int64_t, int), void* context) {
+    failure_ = nullptr;
+    failed_.store(false, std::memory_order_relaxed);
     body_ = body;
     context_ = context;
     done_.store(0, std::memory_order_relaxed);
@@ -54,6 +60,7 @@ class Pool {
         done_.wait(done, std::memory_order_acquire);
       }
     }
+    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
  private:
@@ -63,7 +70,13 @@ class Pool {
     std::uint64_t ticket = ticket_.load(std::memory_order_acquire);
     while (static_cast<std::uint32_t>(ticket) < ticket >> 32) {
       if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-      body_(context_, static_cast<std::uint32_t>(ticket), thread);
+      const int outer = std::exchange(current_thread, thread);
+      try {
+        body_(context_, static_cast<std::uint32_t>(ticket), thread);
+      } catch (...) {
+        if (!failed_.exchange(true, std::memory_order_relaxed)) failure_ = std::current_exception();
+      }
+      current_thread = outer;
       const std::uint32_t tasks = ticket >> 32;
       if (done_.fetch_add(1, std::memory_order_acq_rel) + 1 == tasks) done_.notify_one();
       ticket = ticket_.load(std::memory_order_acquire);
@@ -93,7 +106,8 @@ class Pool {
   alignas(64) std::atomic<std::uint64_t> ticket_{0};
   alignas(64) std::atomic<std::uint32_t> done_{0};
   alignas(64) std::atomic<std::uint32_t> epoch_{0};
-  std::atomic<bool> stop_{false};
+  std::atomic<bool> stop_{false}, failed_{false};
+  std::exception_ptr failure_;  // of the task that set failed_; read when all tasks are done
   std::vector<std::thread> workers_;
 };
 
@@ -118,11 +132,16 @@ void set_threads(int threads) {
 }
 
 int threads() {
+  if (current_thread >= 0) return pool()->size();  // inside a task, whose caller holds the lock
   const std::lock_guard lock(busy());
   return pool()->size();
 }
 
 void run_tasks(std::int64_t tasks, void (*body)(void*, std::int64_t, int), void* context) {
+  if (current_thread >= 0) {
+    for (std::int64_t task = 0; task < tasks; ++task) body(context, task, current_thread);
+    return;
+  }
   const std::lock_guard lock(busy());
   if (tasks == 1 || threads() == 1) {
     for (std::int64_t task = 0; task < tasks; ++task) body(context, task, 0);

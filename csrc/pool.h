@@ -15,7 +15,8 @@ std::recursive_mutex& busy();
 void set_threads(int threads);  // the caller included
 int threads();
 
-// Runs body(context, task, thread) for every task in [0, tasks); thread is in [0, threads()).
+// Runs body(context, task, thread) for every task in [0, tasks); thread is in [0, threads()). The first exception of a task reaches
+// the caller when all tasks are through. Inside a task, tasks run one after the other on the thread that is there.
 void run_tasks(std::int64_t tasks, void (*body)(void*, std::int64_t, int), void* context);
 
 template <class F>

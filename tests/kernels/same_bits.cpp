@@ -44,13 +44,12 @@ struct Matrix {
     for (auto& s : scales) s = static_cast<std::uint16_t>(0x2000 + (random() & 0x7ff));
     if (zero_points) zeros.resize(scales.size());
     for (auto& z : zeros) z = random() & 15;
-    weights.values = values.data();
-    weights.scales = bits == 16 ? nullptr : scales.data();
-    weights.zeros = zero_points ? zeros.data() : nullptr;
-    weights.value_stride = channels * padded * bits / 8;
-    weights.scale_stride = groups * padded * 2;
-    weights.zero_stride = groups * padded;
-    weights.count = count;
+    weights.places = std::make_shared<Places>();
+    for (std::int64_t e = 0; e < count; ++e) {
+      weights.places->values.push_back(values.data() + e * channels * padded * bits / 8);
+      weights.places->scales.push_back(bits == 16 ? nullptr : scales.data() + e * groups * padded);
+      weights.places->zeros.push_back(zero_points ? zeros.data() + e * groups * padded : nullptr);
+    }
     weights.channels = channels;
     weights.outputs = outputs;
     weights.padded = padded;
@@ -102,9 +101,9 @@ void mixtures(const Form& form) {
   const Selection some{reinterpret_cast<const bool*>(loaded.data()), reinterpret_cast<const bool*>(compute.data())};
   for (const auto activation : {Activation::silu, Activation::relu, Activation::identity})
     for (const bool all : {true, false}) {
-      std::vector<float> out(tokens * channels);
-      experts(gate.weights, second.weights, x.data(), tokens, pairs, all ? Selection{} : some, nullptr, nullptr, activation, true,
-              weights.data(), out.data());
+      std::vector<float> inner(12 * width), out(tokens * channels);
+      gate_up(gate.weights, x.data(), tokens, pairs, all ? Selection{} : some, nullptr, activation, true, inner.data());
+      down(second.weights, inner.data(), tokens, pairs, {}, nullptr, weights.data(), out.data());
       report("experts " + std::to_string(form.bits) + " bits, activation " + std::to_string(static_cast<int>(activation)) +
                  (all ? "" : ", some channels"), out);
     }

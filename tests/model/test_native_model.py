@@ -222,9 +222,9 @@ def test_a_stage_is_left_to_the_router_where_its_policy_does_not_act(load: Load,
     seen: list[tuple[str, bool]] = []
     one_call = host.native.run
 
-    def watched(stage: Stage, *args: Any) -> Any:
-        seen.append((stage.kind, args[-1] is None))
-        return one_call(stage, *args)
+    def watched(stage: Stage, cache: TreeCache, fused: Any, rule: Any, **more: Any) -> Any:
+        seen.append((stage.kind, rule is None))
+        return one_call(stage, cache, fused, rule, **more)
 
     monkeypatch.setattr(host.native, "run", watched)
     run(host, PRESETS["pruned"])  # acts on trees alone

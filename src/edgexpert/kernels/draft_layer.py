@@ -1,4 +1,4 @@
-"""The decoder layer of an EAGLE-3 draft in one compiled call; see csrc/draft.h."""
+"""The decoder layer of an EAGLE-3 draft in one native call; see csrc/draft.h."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from edgexpert.kernels import native
 from edgexpert.kernels.layers import attention_layer
+from edgexpert.kernels.native import array
 from edgexpert.weights.matrix import PackedMatrix
 
 
@@ -29,19 +30,14 @@ class DraftLayer:
         self, attention: Sequence[PackedMatrix], biases: Sequence[Tensor | None], mlp: Sequence[PackedMatrix],
         norms: Sequence[Tensor], *, norm_before_residual: bool, heads: int, kv_heads: int, dim: int, eps: float,
     ) -> None:
-        hidden, inner = mlp[0].channels, mlp[0].outputs
-        shapes = [(hidden, inner), (hidden, inner), (inner, hidden)]
-        fits = (attention[0].channels, attention[3].outputs) == (2 * hidden, hidden)
-        if [(matrix.channels, matrix.outputs) for matrix in mlp] != shapes or not fits or dim % 2:
-            raise ValueError(f"expected matrices of {shapes} behind attention from {2 * hidden} to {hidden}")
         attending = attention_layer(
-            attention, biases, None, (None, None), per_head=False, heads=heads, kv_heads=kv_heads, dim=dim, eps=eps,
-            scale=dim**-0.5, residual=1.0, clip=0.0)
-        weights = (native.address_of(norm, torch.float32, hidden) for norm in norms)
-        bound = (native._bind(matrix) for matrix in mlp)
-        self._native = native._native.DraftLayer(attending, *bound, *weights, norm_before_residual, eps)
-        self._held = attention, biases, mlp, norms  # what it points into
-        self._hidden, self._kv_heads, self._dim = hidden, kv_heads, dim
+            attention, biases, None, (None, None), heads=heads, kv_heads=kv_heads, dim=dim, eps=eps, scale=dim**-0.5,
+            residual=1.0, clip=0.0)
+        gate, up, down = (native.bound(matrix) for matrix in mlp)
+        embedding_norm, state_norm, mlp_norm = (array(norm) for norm in norms)
+        self._native = native._native.DraftLayer(
+            attention=attending, gate=gate, up=up, down=down, embedding_norm=embedding_norm, state_norm=state_norm,
+            mlp_norm=mlp_norm, norm_before_residual=norm_before_residual, eps=eps)
 
     def __call__(
         self, embeddings: Tensor, states: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int,
@@ -54,13 +50,8 @@ class DraftLayer:
             cos, sin: [n, dim], of both halves of a head.
             mask: who attends to whom, bool [n, length + n]; None for a text.
         """
-        tokens, capacity = len(states), keys.shape[1]
-        if length + tokens > capacity:
-            raise ValueError(f"{length} + {tokens} tokens in a cache for {capacity}")
-        inputs, rotary, cache = (tokens, self._hidden), (tokens, self._dim), (self._kv_heads, capacity, self._dim)
-        arrays = ((embeddings, inputs), (states, inputs), (cos, rotary), (sin, rotary), (keys, cache), (values, cache))
-        x, before, *others = (native.address_of(tensor, torch.float32, *shape) for tensor, shape in arrays)
-        seen = native.address_of(mask, torch.bool, tokens, length + tokens)
         out = torch.empty_like(states)
-        native._native.DraftLayer.run(self._native, x, before, tokens, *others, capacity, length, seen, out.data_ptr())
+        context = native._native.Context(cos=array(cos), sin=array(sin), keys=array(keys[None]), values=array(values[None]),
+                                         length=length, mask=array(mask))
+        self._native.run(embeddings=array(embeddings), states=array(states), context=context, out=array(out))
         return out

@@ -7,6 +7,7 @@ weights are multiplied in PyTorch, packed ones by the native kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from edgexpert.core.shapes import WeightFormat
 from edgexpert.kernels import native
 from edgexpert.kernels.reference import Pairs
 from edgexpert.weights.matrix import ALIGNMENT, PackedExperts
+from edgexpert.weights.store import ExpertStore
 
 SelectDown = Callable[[Tensor], ChannelSelection | None]
 
@@ -37,8 +39,9 @@ class PackedExpertWeights:
     """Packed weights of one layer's experts.
 
     Attributes:
-        activation: one of `packed.ACTIVATIONS`.
+        activation: one of `reference.ACTIVATIONS`.
         gated: whether gate_up holds a gate beside up.
+        layer, store: which layer of which store they are; None for experts that are in memory anyway.
     """
 
     gate_up: PackedExperts
@@ -47,6 +50,21 @@ class PackedExpertWeights:
     down_bias: Tensor | None  # float32 [E, H]
     activation: str
     gated: bool
+    layer: int = 0
+    store: ExpertStore | None = None
+
+    @contextmanager
+    def in_use(self, experts: Tensor) -> Iterator[None]:
+        """While open, these experts, int64 [n], can be read."""
+        if self.store is None or not self.store.watches:
+            yield
+            return
+        ids = experts.tolist()
+        self.store.use(self.layer, ids)
+        try:
+            yield
+        finally:
+            self.store.release(self.layer, ids)
 
     @property
     def format(self) -> WeightFormat:
@@ -74,7 +92,8 @@ def run_experts(
     Returns the output [T, H], down's selection, and the weight bytes that were read.
     """
     if isinstance(weights, PackedExpertWeights):
-        return _run_packed(x, routing, weights, gate_up, select_down)
+        with weights.in_use(routing.loaded):
+            return _run_packed(x, routing, weights, gate_up, select_down)
     token = routing.pair_token
     groups = list(_by_expert(routing))
     activations, read = _activations(x[token], groups, weights, gate_up)
@@ -96,12 +115,6 @@ def _run_packed(
     pairs, order = native.group(routing)
     weight = routing.pair_weight.float()[order]
     read = _packed_bytes(weights.gate_up, gate_up, len(pairs.experts))
-    if gate_up is None and select_down is None:
-        out = native.run_experts(
-            x, weights.gate_up, weights.down, pairs, weight, gate_up_bias=weights.gate_up_bias, down_bias=weights.down_bias,
-            activation=weights.activation, gated=weights.gated,
-        )
-        return out, None, read + _packed_bytes(weights.down, None, len(pairs.experts))
     activations = _packed_activations(x, pairs, order, weights, gate_up)
     down = None
     if select_down is not None:
@@ -146,8 +159,9 @@ def _packed_bytes(matrices: PackedExperts, selection: ChannelSelection | None, e
 def down_inputs(x: Tensor, routing: Routing, weights: ExpertWeights | PackedExpertWeights) -> Tensor:
     """What goes into the down matrix of each pair where gate/up is loaded whole, [P, I]."""
     if isinstance(weights, PackedExpertWeights):
-        pairs, order = native.group(routing)
-        return _by_token(_packed_activations(x, pairs, order, weights, None), order)
+        with weights.in_use(routing.loaded):
+            pairs, order = native.group(routing)
+            return _by_token(_packed_activations(x, pairs, order, weights, None), order)
     return _activations(x[routing.pair_token], list(_by_expert(routing)), weights, None)[0]
 
 

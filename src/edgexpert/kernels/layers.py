@@ -1,6 +1,6 @@
 """Decoder layers in one native call, or their attention half alone; csrc/layer.h says what they compute.
 
-There is no twin of these in PyTorch: without compiled kernels a model keeps the library's layers.
+There are no such calls in PyTorch: without compiled kernels a model keeps the library's layers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from edgexpert.core.routing import Routing, Scores
 from edgexpert.kernels import native
-from edgexpert.kernels.native import address_of
+from edgexpert.kernels.native import array
 from edgexpert.weights.matrix import PackedExperts, PackedMatrix
+from edgexpert.weights.store import ExpertStore
 
 
 def attention_layer(
@@ -24,7 +25,6 @@ def attention_layer(
     norm: Tensor | None,
     head_norms: Sequence[Tensor | None],
     *,
-    per_head: bool,
     heads: int,
     kv_heads: int,
     dim: int,
@@ -33,65 +33,78 @@ def attention_layer(
     residual: float,
     clip: float,
 ) -> Any:
-    """The attention half of a decoder layer, see csrc/layer.h. Its tensors must outlive it.
+    """The attention half of a decoder layer, see csrc/layer.h.
 
     Args:
         matrices: of queries, keys, values and output; ``biases`` likewise.
         norm: of what comes in, [H]; None where a draft's layer norms it itself.
-        head_norms: RMSNorm of queries and of keys, for each head or (not ``per_head``) over all heads together.
+        head_norms: RMSNorm of queries and of keys, for each head [dim] or over all heads together.
+
+    Raises:
+        ValueError: the tensors do not fit each other.
     """
-    hidden, width, kv_width = matrices[0].channels, heads * dim, kv_heads * dim
-    out = hidden if norm is not None else matrices[3].outputs
-    shapes = [(hidden, width), (hidden, kv_width), (hidden, kv_width), (width, out)]
-    if [(matrix.channels, matrix.outputs) for matrix in matrices] != shapes or heads % kv_heads:
-        raise ValueError(f"expected matrices of {shapes}")
-    widths = [*(outputs for _, outputs in shapes), hidden, *((dim, dim) if per_head else (width, kv_width))]
-    vectors = zip((*biases, norm, *head_norms), widths, strict=True)
-    addresses = [address_of(vector, torch.float32, size) for vector, size in vectors]
-    bound = [native._bind(matrix) for matrix in matrices]
-    return native._native.AttentionLayer(*bound, *addresses, per_head, heads, kv_heads, dim, eps, scale, residual, clip)
+    query, key, value, output = (native.bound(matrix) for matrix in matrices)
+    query_bias, key_bias, value_bias, output_bias = (array(bias) for bias in biases)
+    return native._native.AttentionLayer(
+        query=query, key=key, value=value, output=output, query_bias=query_bias, key_bias=key_bias, value_bias=value_bias,
+        output_bias=output_bias, norm=array(norm), query_norm=array(head_norms[0]), key_norm=array(head_norms[1]), heads=heads,
+        kv_heads=kv_heads, dim=dim, eps=eps, scale=scale, residual=residual, clip=clip,
+    )
 
 
-def run_attention_layer(
-    layer: Any, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int, mask: Tensor | None, out: Tensor
-) -> None:
-    """``out`` = ``x`` [1, T, H] + its attention; appends to the cache ``keys`` and ``values`` [1, kv heads, capacity, dim] behind
-    ``length`` tokens. ``cos`` and ``sin`` are [1, T, dim]; ``mask`` is [1, 1, T, length + T], or None for a text."""
-    stage, context = _of_stage(x, cos, sin, keys, length, mask)
-    cache = [address_of(states, torch.float32, *keys.shape) for states in (keys, values)]
-    native._native.AttentionLayer.run(layer, *stage, *cache, *context, address_of(out, torch.float32, *x.shape))
+def context(cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int, mask: Tensor | None) -> Any:
+    """What the tokens of a stage attend to, the same in all layers.
+
+    Args:
+        cos, sin: [1, T, dim].
+        keys, values: the cache, [1, kv heads, capacity, dim], or of all layers of a stack [layers, 1, ...]; it has ``length``
+            tokens, behind which those of the stage are appended.
+        mask: who attends to whom, bool [1, 1, T, length + T]; None for a text.
+    """
+    if not (keys.is_contiguous() and values.is_contiguous()):
+        raise ValueError("a cache that is not contiguous would not be written to")
+    cache = (-1, *keys.shape[-3:])
+    return native._native.Context(
+        cos=array(cos)[0], sin=array(sin)[0], keys=array(keys).reshape(cache), values=array(values).reshape(cache), length=length,
+        mask=None if mask is None else array(mask)[0, 0],
+    )
 
 
-def _of_stage(
-    x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, length: int, mask: Tensor | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Native arguments that all layers of a stage share: its states, and what they attend to."""
-    (_, tokens, hidden), (_, _, capacity, dim) = x.shape, keys.shape
-    if length + tokens > capacity:
-        raise ValueError(f"{length} + {tokens} tokens in a cache for {capacity}")
-    rotary = [address_of(tensor, torch.float32, 1, tokens, dim) for tensor in (cos, sin)]
-    seen = address_of(mask, torch.bool, 1, 1, tokens, length + tokens)
-    return (address_of(x, torch.float32, 1, tokens, hidden), tokens, *rotary), (capacity, length, seen)
+def run_attention_layer(layer: Any, x: Tensor, context: Any, out: Tensor) -> None:
+    """``out`` = ``x`` [1, T, H] + its attention; appends to the cache of ``context``."""
+    layer.run(x=array(x)[0], context=context, out=array(out)[0])
 
 
 def expert_layer(
     norm: Tensor, router: Tensor, gate_up: PackedExperts, down: PackedExperts, biases: Sequence[Tensor | None], *, top_k: int,
-    sigmoid: bool, normalise: bool, eps: float, router_scale: float, residual: float, activation: str, gated: bool,
+    sigmoid: bool, normalise: bool, eps: float, router_scale: float, residual: float, activation: str, gated: bool, number: int,
+    store: ExpertStore | None,
 ) -> Any:
-    """The expert half of a decoder layer, see csrc/layer.h. Its tensors must outlive it."""
-    matrices = (gate_up, down)
-    shapes = [(len(matrix.values), matrix.outputs) for matrix in matrices]
-    addresses = [address_of(bias, torch.float32, *shape) for bias, shape in zip(biases, shapes, strict=True)]
-    bound = (*(native._bind(matrix) for matrix in matrices), *addresses)
-    rule = (top_k, sigmoid, normalise, eps, router_scale, residual)
-    hidden = gate_up.channels
-    floats = (address_of(norm, torch.float32, hidden), address_of(router, torch.float32, len(gate_up.values), hidden))
-    return native._native.ExpertLayer(*floats, *rule, *bound, native._ACTIVATIONS[activation], gated)
+    """The expert half of a decoder layer, see csrc/layer.h.
+
+    Args:
+        number: of the layer, as the store counts.
+        store: is told which experts are used; None where all of them are in memory to stay.
+    """
+    return native._native.ExpertLayer(
+        norm=array(norm), router=array(router), gate_up=native.bound(gate_up), down=native.bound(down),
+        gate_up_bias=array(biases[0]), down_bias=array(biases[1]), top_k=top_k, sigmoid=sigmoid, normalise=normalise, eps=eps,
+        router_scale=router_scale, residual=residual, activation=native.native_activation(activation), gated=gated, number=number,
+        store=store,
+    )
 
 
-def run_expert_layer(layer: Any, x: Tensor, out: Tensor, experts: Tensor, weights: Tensor) -> None:
-    """``out`` = ``x`` [1, T, H] + its experts; fills in the chosen ``experts`` int64 [T, k] and their ``weights`` [T, k]."""
-    native._native.ExpertLayer.run(layer, x.data_ptr(), x.shape[1], out.data_ptr(), experts.data_ptr(), weights.data_ptr())
+def run_expert_layer(
+    layer: Any, x: Tensor, experts: Tensor, weights: Tensor, rule: StageRule | None, decided: Decisions | None,
+    observed: Observation | None, out: Tensor,
+) -> int:
+    """``out`` = ``x`` [1, T, H] + its experts; returns how many were loaded. Arguments as in `run_layer_stack`, for one layer."""
+    loaded: int = layer.run(
+        x=array(x)[0], experts=array(experts), weights=array(weights), rule=None if rule is None else rule.bind(),
+        decision=None if decided is None else decided.bind(), observation=None if observed is None else observed.bind(),
+        out=array(out)[0],
+    )
+    return loaded
 
 
 def layer_stack(layers: Sequence[tuple[Any, Any]]) -> Any:
@@ -104,7 +117,7 @@ def layer_stack(layers: Sequence[tuple[Any, Any]]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class StageRule:
-    """What a policy does to a stage of T tokens, for the compiled twin of its rules.
+    """What a policy does to a stage of T tokens, for the native form of its rules.
 
     Attributes:
         depth: of each token, int64 [T].
@@ -128,25 +141,21 @@ class StageRule:
     token_weight: Tensor | None = None
 
     def bind(self) -> Any:
-        """The native form; its tensors must outlive it."""
-        tokens = len(self.depth)
+        """The native form."""
         return native._native.StageRule(
-            address_of(self.tiers, torch.int64, tokens), *self.minor, *self.trivial,
-            address_of(self.keep, torch.bool, tokens), self.keep_channels is not None, self.keep_channels or 0.0,
-            self.selection_ratio is not None, self.selection_ratio or 0.0,
-            address_of(self.depth, torch.int64, tokens), address_of(self.token_weight, torch.float32, tokens),
+            depth=array(self.depth), tiers=array(self.tiers), minor=self.minor, trivial=self.trivial, keep=array(self.keep),
+            keep_channels=self.keep_channels, selection_ratio=self.selection_ratio, token_weight=array(self.token_weight),
         )
 
 
 def choose_experts(rule: StageRule, routing: Routing, scores: Scores) -> Routing:
     """What a rule's reuse or coarse pruning makes of a routing: `edgexpert.policy.reuse` and `.pruning`, compiled."""
-    (tokens, k), count = routing.experts.shape, routing.num_experts
-    choice, gate = (tensor.contiguous() for tensor in (scores.choice, scores.gate))
     experts, weights = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (routing.experts, routing.weights))
-    opinion = [address_of(tensor, torch.float32, tokens, count) for tensor in (choice, gate)]
-    chosen = address_of(experts, torch.int64, tokens, k), address_of(weights, torch.float32, tokens, k)
-    native._native.choose_experts(rule.bind(), *opinion, scores.normalise, scores.scale, tokens, k, count, *chosen)
-    return routing if torch.equal(experts, routing.experts) else Routing(experts, weights, count)
+    native._native.choose_experts(
+        rule=rule.bind(), choice=array(scores.choice.contiguous()), gate=array(scores.gate.contiguous()),
+        normalise=scores.normalise, scale=scores.scale, experts=array(experts), weights=array(weights),
+    )
+    return routing if torch.equal(experts, routing.experts) else Routing(experts, weights, routing.num_experts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,33 +193,62 @@ class Decisions:
         chosen, weights = torch.empty(*choices, dtype=torch.int64), torch.empty(*choices)
         return cls(chosen, weights, loaded[0], loaded[1], compute[0], compute[1], torch.empty(layers, 4, dtype=torch.int64))
 
+    def bind(self) -> Any:
+        """The native form."""
+        return native._native.Decision(
+            experts=array(self.experts), weights=array(self.weights), gate_up=array(self.gate_up), down=array(self.down),
+            gate_up_compute=array(self.gate_up_compute), down_compute=array(self.down_compute), read=array(self.read),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What somebody who watches gets to see of L layers, for T tokens that choose k of E experts.
+
+    Attributes:
+        logits: of the router, float32 [L, T, E].
+        inputs: of gate/up, [L, T, H].
+        down_inputs: of down, for each pair token by token, [L, T * k, I], of which the first rows are used.
+    """
+
+    logits: Tensor
+    inputs: Tensor
+    down_inputs: Tensor
+
+    @classmethod
+    def empty(cls, choices: Sequence[int], experts: int, channels: tuple[int, int]) -> Observation:
+        """To be filled in; arguments as in `Decisions.empty`."""
+        layers, tokens, top_k = choices
+        return cls(torch.empty(layers, tokens, experts), torch.empty(layers, tokens, channels[0]),
+                   torch.empty(layers, tokens * top_k, channels[1]))
+
+    def bind(self) -> Any:
+        """The native form."""
+        return native._native.Observation(
+            logits=array(self.logits), inputs=array(self.inputs), down_inputs=array(self.down_inputs))
+
 
 def run_layer_stack(
-    stack: Any, x: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: int, mask: Tensor | None,
-    fused: Sequence[int], features: Tensor, experts: Tensor, weights: Tensor, rule: StageRule | None, decided: Decisions | None,
+    stack: Any, x: Tensor, context: Any, fused: Sequence[int], features: Tensor, experts: Tensor, weights: Tensor,
+    rule: StageRule | None, decided: Decisions | None, observed: Observation | None,
 ) -> tuple[Tensor, list[int]]:
-    """Runs ``x`` [1, T, H] through all layers of a stack; arguments as in `run_attention_layer`, with caches [layers, ...].
+    """Runs ``x`` [1, T, H] through all layers of a stack.
 
     Args:
         fused: layers whose inputs are wanted; the number of layers stands for what comes out.
         features: filled in with those inputs side by side, [T, len(fused) * H].
         experts, weights: filled in with what each layer's router chose, int64 and float32 [layers, T, k].
         rule: what a policy does; None for nothing.
-        decided: filled in with what it decided, from `Decisions.empty`.
+        decided: filled in with what it decided, from `Decisions.empty`; None without a rule.
+        observed: filled in with what went through, from `Observation.empty`; None if nobody watches.
 
     Returns:
         The states [1, T, H], and how many experts each layer loaded.
     """
-    count, _, *cache = keys.shape
-    stage, context = _of_stage(x, cos, sin, keys[0], length, mask)
-    caches = [address_of(states, torch.float32, count, 1, *cache) for states in (keys, values)]
-    (_, tokens, hidden), top_k = x.shape, experts.shape[2]
-    wanted = address_of(features, torch.float32, tokens, len(fused) * hidden)
-    chosen = address_of(experts, torch.int64, count, tokens, top_k), address_of(weights, torch.float32, count, tokens, top_k)
     out = torch.empty_like(x)
-    into = [0 if part is None else part.data_ptr() for part in vars(decided).values()] if decided is not None else []
-    bound = None if rule is None else rule.bind()
-    loaded = native._native.LayerStack.run(
-        stack, *stage, *caches, *context, fused, wanted, out.data_ptr(), *chosen, bound, into
+    loaded = stack.run(
+        x=array(x)[0], context=context, fused=fused, features=array(features), experts=array(experts), weights=array(weights),
+        rule=None if rule is None else rule.bind(), decision=None if decided is None else decided.bind(),
+        observation=None if observed is None else observed.bind(), out=array(out)[0],
     )
     return out, loaded

@@ -21,7 +21,7 @@ from edgexpert.core.errors import UserError
 from edgexpert.core.routing import Routing
 from edgexpert.kernels import reference
 from edgexpert.kernels.reference import Pairs
-from edgexpert.weights.matrix import ALIGNMENT, PackedExperts, PackedMatrix, TiledMatrix
+from edgexpert.weights.matrix import PackedExperts, PackedMatrix, TiledMatrix
 
 try:
     from edgexpert.kernels import _native  # type: ignore[attr-defined]
@@ -30,7 +30,6 @@ except ImportError:  # installed without a compiler
 
 PATHS = ("auto", "avx512", "avx2", "neon", "portable", "torch")
 MAX_THREADS = 1024
-_ACTIVATIONS = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh", "relu", "identity"))}
 
 
 @cache
@@ -70,34 +69,44 @@ def get_threads() -> int:
     return torch.get_num_threads() if path() == "torch" else int(_native.threads())
 
 
-def _bind(matrix: PackedMatrix) -> Any:
-    """The native view of a matrix, made once."""
-    bound = matrix.__dict__.get("_native")
-    if bound is None:
-        row = matrix.values.shape[-1] * matrix.values.element_size()
-        padded = row * 8 // matrix.bits
-        kinds = {4: torch.uint8, 8: torch.int8, 16: torch.bfloat16}
-        _check(matrix.values, kinds[matrix.bits], (matrix.channels, matrix.values.shape[-1]))
-        count = len(matrix.values) if isinstance(matrix, PackedExperts) else 1
-        tiles = len(matrix.values) if isinstance(matrix, TiledMatrix) else 1
-        if padded % ALIGNMENT or padded * tiles < matrix.outputs or matrix.channels % 4:
-            raise ValueError(f"{matrix.outputs} outputs in rows of {padded}, {matrix.channels} channels")
-        addresses, strides = [matrix.values.data_ptr()], [matrix.values.stride(0) * matrix.values.element_size()]
-        for tensor, kind in ((matrix.scales, torch.float16), (matrix.zeros, torch.uint8)):
-            if tensor is not None:
-                _check(tensor, kind, (matrix.channels // matrix.group, padded))
-            addresses.append(0 if tensor is None else tensor.data_ptr())
-            strides.append(0 if tensor is None else tensor.stride(0) * tensor.element_size())
-        shape = (count, matrix.channels, matrix.outputs, padded, matrix.bits, matrix.group, tiles)
-        bound = _native.Weights(*addresses, *strides, *shape)
-        matrix.__dict__["_native"] = bound
-    return bound
+def array(tensor: Tensor | None) -> Any:
+    """A tensor as the compiled side takes it. That checks type, shape and contiguity, and keeps alive what it points into."""
+    return None if tensor is None else (tensor.detach() if tensor.requires_grad else tensor).numpy()
 
 
-def _check(tensor: Tensor, kind: torch.dtype, shape: tuple[int, int]) -> None:
-    last = tensor[0] if tensor.dim() == 3 else tensor
-    if tensor.dtype != kind or tuple(last.shape) != shape or not last.is_contiguous():
-        raise ValueError(f"expected contiguous {kind} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+def bound(matrix: PackedMatrix) -> Any:
+    """The native form of a matrix, made once."""
+    known = matrix.__dict__.get("_native")
+    if known is None:
+        rows = [_stacked(matrix.values, _STORED[matrix.bits]), None, None]
+        for i, (tensor, kind) in enumerate(((matrix.scales, torch.float16), (matrix.zeros, torch.uint8)), 1):
+            rows[i] = None if tensor is None else _stacked(tensor, kind)
+        known = _native.Weights(
+            values=array(rows[0]), scales=array(rows[1]), zeros=array(rows[2]),
+            slots=array(matrix.slots) if isinstance(matrix, PackedExperts) else None, channels=matrix.channels,
+            outputs=matrix.outputs, bits=matrix.bits, group=matrix.group, tiled=isinstance(matrix, TiledMatrix),
+        )
+        matrix.__dict__["_native"] = known
+    return known
+
+
+def place(experts: PackedExperts, expert: int, slot: int) -> None:
+    """From now on an expert lies in that row of the tensors; in none if ``slot`` is negative."""
+    assert experts.slots is not None, "experts of which all have a place of their own"
+    experts.slots[expert] = slot
+    if path() != "torch":
+        bound(experts).put(expert, slot)
+
+
+_STORED = {4: torch.uint8, 8: torch.int8, 16: torch.bfloat16}
+
+
+def _stacked(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    """Rows of one matrix or of many as bytes, or as 16-bit words, [matrices, C, n]."""
+    if tensor.dtype != kind:
+        raise ValueError(f"expected {kind}, not {tensor.dtype}")
+    tensor = tensor[None] if tensor.dim() == 2 else tensor
+    return tensor.view(torch.uint16 if kind == torch.float16 else torch.uint8)
 
 
 def _float(x: Tensor, columns: int) -> Tensor:
@@ -107,37 +116,13 @@ def _float(x: Tensor, columns: int) -> Tensor:
     return x if x.is_contiguous() else x.contiguous()
 
 
-def address_of(tensor: Tensor | None, kind: torch.dtype, *shape: int) -> int:
-    """Where a tensor's values begin, 0 for None; ValueError unless it is contiguous, of this type and shape."""
-    if tensor is None:
-        return 0
-    if tensor.dtype != kind or tensor.shape != shape or not tensor.is_contiguous():
-        found = f"{tensor.dtype} {tuple(tensor.shape)} of strides {tensor.stride()}"
-        raise ValueError(f"expected contiguous {kind} {shape}, not {found}")
-    return tensor.data_ptr()
-
-
-def _pairs(pairs: Pairs) -> tuple[int, ...]:
-    """The native arguments of pairs, made once: a layer's pairs serve gate/up and down."""
-    bound: tuple[int, ...] | None = pairs.__dict__.get("_native")
-    if bound is None:
-        loaded, count = len(pairs.experts), len(pairs.tokens)
-        arrays = ((pairs.experts, loaded), (pairs.offsets, loaded + 1), (pairs.tokens, count))
-        bound = (loaded, count, *(address_of(tensor, torch.int64, size) for tensor, size in arrays))
-        pairs.__dict__["_native"] = bound
-    return bound
-
-
-def _selection(
-    experts: PackedExperts, pairs: Pairs, loaded: Tensor | None, compute: Tensor | None, bias: Tensor | None
-) -> tuple[int, int, int]:
-    """The native arguments of a selection, and of a bias."""
-    count = len(experts.values)
-    return (
-        address_of(loaded, torch.bool, count, experts.channels),
-        address_of(compute, torch.bool, len(pairs.tokens), experts.channels),
-        address_of(bias, torch.float32, count, experts.outputs),
-    )
+def _pairs(pairs: Pairs) -> Any:
+    """The native form of pairs, made once: a layer's pairs serve gate/up and down."""
+    known = pairs.__dict__.get("_native")
+    if known is None:
+        known = _native.Pairs(experts=array(pairs.experts), offsets=array(pairs.offsets), tokens=array(pairs.tokens))
+        pairs.__dict__["_native"] = known
+    return known
 
 
 def group(routing: Routing) -> tuple[Pairs, Tensor]:
@@ -145,11 +130,12 @@ def group(routing: Routing) -> tuple[Pairs, Tensor]:
     if path() == "torch":
         return Pairs.group(routing.pair_expert, routing.pair_token)
     expert, token, count = routing.pair_expert, routing.pair_token, routing.num_experts
-    pairs = len(expert)
     experts, offsets = expert.new_empty(count), expert.new_empty(count + 1)
     tokens, order = torch.empty_like(expert), torch.empty_like(expert)
-    addresses = [address_of(t, torch.int64, len(t)) for t in (expert, token, experts, offsets, tokens, order)]
-    loaded = _native.group(pairs, count, *addresses)
+    loaded = _native.group(
+        expert=array(expert.contiguous()), token=array(token.contiguous()), experts=array(experts), offsets=array(offsets),
+        tokens=array(tokens), order=array(order),
+    )
     return Pairs(experts[:loaded], offsets[: loaded + 1], tokens), order
 
 
@@ -160,13 +146,11 @@ def computes(x: Tensor) -> bool:
 
 def needed_channels(activations: Tensor, routing: Routing, keep_channels: float) -> Tensor:
     """`edgexpert.policy.pruning.needed_channels` without its sort."""
-    pairs, channels = len(routing.pair_token), activations.shape[1]
-    x = activations.contiguous()
     weight, tokens = routing.pair_weight.float().contiguous(), len(routing.experts)
     offsets = F.pad(torch.bincount(routing.pair_token, minlength=tokens).cumsum(0), (1, 0))
-    mask = torch.empty(pairs, channels, dtype=torch.bool)
-    arrays = (address_of(x, torch.float32, pairs, channels), weight.data_ptr(), offsets.data_ptr())
-    _native.needed_channels(*arrays, tokens, channels, keep_channels, mask.data_ptr())
+    mask = torch.empty(activations.shape, dtype=torch.bool)
+    _native.needed_channels(activations=array(activations.contiguous()), weights=array(weight), offsets=array(offsets),
+                            share=keep_channels, mask=array(mask))
     return mask
 
 
@@ -174,15 +158,11 @@ def salient_channels(
     score: Tensor, mask: Tensor, pair_expert: Tensor, pair_depth: Tensor, num_experts: int, selection_ratio: float
 ) -> Tensor:
     """`edgexpert.policy.coalescing.salient_channels` in one pass."""
-    pairs, channels = score.shape
-    loaded = torch.zeros(num_experts, channels, dtype=torch.bool)
-    matrices = [tensor.contiguous() for tensor in (score, mask)]
-    of_pairs = [tensor.contiguous() for tensor in (pair_expert, pair_depth)]
-    arrays = [
-        *(address_of(tensor, kind, pairs, channels) for tensor, kind in zip(matrices, (torch.float32, torch.bool), strict=True)),
-        *(address_of(tensor, torch.int64, pairs) for tensor in of_pairs),
-    ]
-    _native.salient_channels(*arrays, pairs, channels, selection_ratio, num_experts, loaded.data_ptr())
+    loaded = torch.zeros(num_experts, score.shape[1], dtype=torch.bool)
+    _native.salient_channels(
+        scores=array(score.contiguous()), mask=array(mask.contiguous()), pair_expert=array(pair_expert.contiguous()),
+        pair_depth=array(pair_depth.contiguous()), selection_ratio=selection_ratio, loaded=array(loaded),
+    )
     return loaded
 
 
@@ -192,7 +172,7 @@ def linear(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tenso
         return reference.linear(x, matrix, bias)
     x = _float(x, matrix.channels)
     out = x.new_empty(len(x), matrix.outputs)
-    _native.linear(_bind(matrix), x.data_ptr(), len(x), address_of(bias, torch.float32, matrix.outputs), out.data_ptr())
+    _native.linear(bound(matrix), array(x), array(bias), array(out))
     return out
 
 
@@ -211,9 +191,9 @@ def gate_up(
         return reference.gate_up(x, experts, pairs, loaded, compute, bias, activation, gated)
     x = _float(x, experts.channels)
     out = x.new_empty(len(pairs.tokens), experts.outputs // 2 if gated else experts.outputs)
-    selection = _selection(experts, pairs, loaded, compute, bias)
     _native.gate_up(
-        _bind(experts), x.data_ptr(), len(x), *_pairs(pairs), *selection, _ACTIVATIONS[activation], gated, out.data_ptr()
+        weights=bound(experts), x=array(x), pairs=_pairs(pairs), loaded=array(loaded), compute=array(compute), bias=array(bias),
+        activation=native_activation(activation), gated=gated, out=array(out),
     )
     return out
 
@@ -232,48 +212,13 @@ def down(
     if path() == "torch":
         return reference.down(activations, experts, pairs, weights, tokens, loaded, compute, bias)
     x = _float(activations, experts.channels)
-    if len(x) != len(pairs.tokens):
-        raise ValueError(f"expected a row for each of {len(pairs.tokens)} pairs, not {len(x)}")
     out = x.new_empty(tokens, experts.outputs)
-    selection = _selection(experts, pairs, loaded, compute, bias)
-    weight = address_of(weights, torch.float32, len(pairs.tokens))
-    _native.down(_bind(experts), x.data_ptr(), tokens, *_pairs(pairs), *selection, weight, out.data_ptr())
-    return out
-
-
-def run_experts(
-    x: Tensor,
-    gate_up_experts: PackedExperts,
-    down_experts: PackedExperts,
-    pairs: Pairs,
-    weights: Tensor,
-    loaded: Tensor | None = None,
-    compute: Tensor | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-    activation: str = "silu",
-    gated: bool = True,
-) -> Tensor:
-    """`gate_up` (with its selection) and `down` (on all channels) in one call: x [T, H] -> [T, H]."""
-    if path() == "torch":
-        inner = reference.gate_up(x, gate_up_experts, pairs, loaded, compute, gate_up_bias, activation, gated)
-        return reference.down(inner, down_experts, pairs, weights, len(x), bias=down_bias)
-    x = _float(x, gate_up_experts.channels)
-    width, count = gate_up_experts.outputs // (2 if gated else 1), len(gate_up_experts.values)
-    if width != down_experts.channels or count != len(down_experts.values):
-        raise ValueError(f"gate/up of {count} x {width} outputs, down of {len(down_experts.values)} x {down_experts.channels}")
-    out = x.new_empty(len(x), down_experts.outputs)
-    _native.experts(
-        _bind(gate_up_experts),
-        _bind(down_experts),
-        x.data_ptr(),
-        len(x),
-        *_pairs(pairs),
-        *_selection(gate_up_experts, pairs, loaded, compute, gate_up_bias),
-        address_of(down_bias, torch.float32, count, down_experts.outputs),
-        _ACTIVATIONS[activation],
-        gated,
-        address_of(weights, torch.float32, len(pairs.tokens)),
-        out.data_ptr(),
+    _native.down(
+        weights=bound(experts), x=array(x), pairs=_pairs(pairs), loaded=array(loaded), compute=array(compute), bias=array(bias),
+        pair_weights=array(weights), out=array(out),
     )
     return out
+
+
+def native_activation(name: str) -> Any:
+    return getattr(_native.Activation, name)

@@ -30,15 +30,15 @@ from edgexpert.core.shapes import Storage
 from edgexpert.core.stage import Stage
 from edgexpert.core.traffic import Part
 from edgexpert.kernels.experts import down_inputs, run_experts
-from edgexpert.kernels.layers import StageRule
 from edgexpert.model.attention import attending, watch_received_attention
 from edgexpert.model.batch import route, select_channels
 from edgexpert.model.blocks import MoeBlock, bytes_by_part, decoder_layers, embedding_row_bytes
 from edgexpert.model.cache import TreeCache, bytes_per_token
+from edgexpert.model.native_layer import NativeLayer
 from edgexpert.model.native_model import NativeModel, native_model
 from edgexpert.model.recorder import LayerRecord, Recorder
 from edgexpert.model.rope import follow_stages
-from edgexpert.model.running import Pass, StageOutput
+from edgexpert.model.running import Pass, StageChoices, StageOutput
 from edgexpert.model.storage import ExpertStatistics, store_experts
 from edgexpert.model.supported import known_blocks
 from edgexpert.policy import EXACT, Hyperparameters, Policy
@@ -68,6 +68,7 @@ class HostedModel:
         self._library_experts = experts_implementation(model)
         self._rotary = follow_stages(model)
         self.native = native_model(model)
+        self._has_native_layers = any(isinstance(layer.forward, NativeLayer) for layer in decoder_layers(model))
         self.running: Pass | None = None
         self._hooks: list[RemovableHandle] = []
         for block in self.blocks:
@@ -185,21 +186,25 @@ class HostedModel:
         assert stage.prefix == cache.length, "the cache holds exactly the tokens before the stage"
         running = Pass([stage], policy, recorder)
         with self.lock:
-            native = self.native if recorder is None else None
-            rule = policy.stage_rule(stage) if native is not None and running.acts else None
-            if native is not None and (rule is not None or not running.acts):
-                logits, features = self._run_natively(native, running, rule, cache, fused_layers)
+            if self._has_native_layers and running.acts:
+                running.rule = policy.stage_rule(stage)
+            if self.native is not None and running.is_native:
+                logits, features = self._run_natively(self.native, running, cache, fused_layers)
             else:
                 logits, features = self._run_library(running, cache, fused_layers)
         return StageOutput(logits.float(), features if fused_layers else None, self.traffic(running, cache), running)
 
     def _run_natively(
-        self, native: NativeModel, running: Pass, rule: StageRule | None, cache: TreeCache, fused_layers: Sequence[int]
+        self, native: NativeModel, running: Pass, cache: TreeCache, fused_layers: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """One stage in one piece: its logits and features."""
-        (stage,) = running.stages
-        logits, features, running.choices = native.run(stage, cache, fused_layers, rule)
-        running.expert_bytes = running.choices.bytes([block.shape for block in self.blocks])
+        (stage,), recorder = running.stages, running.recorder
+        logits, features, choices = native.run(stage, cache, fused_layers, running.rule, observes=recorder is not None)
+        running.choices = choices
+        running.expert_bytes = choices.bytes([block.shape for block in self.blocks])
+        if recorder is not None:
+            for record in choices.records(stage, self.blocks):
+                recorder.layer(record)
         return logits, features
 
     def _run_library(self, running: Pass, cache: TreeCache, fused_layers: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -304,19 +309,15 @@ class HostedModel:
             ))
         return out
 
-    @property
-    def decides_nothing(self) -> bool:
-        """Whether the running stage is the router's own business, and nobody looks on: then layers may run in one piece."""
-        running = self.running
-        return running is not None and running.recorder is None and not running.acts
-
-    def ran_exactly(self, block: MoeBlock, experts: Tensor, weights: Tensor) -> None:
-        """Takes note of a layer that ran in one piece."""
+    def ran_natively(self, block: MoeBlock, choices: StageChoices) -> None:
+        """Takes note of a layer whose experts ran in a native call."""
         running = self.running
         assert running is not None
-        routing = Routing(experts, weights, block.num_experts, complete=True)
-        running.exact[block.layer] = running.routings[block.layer] = routing
-        self._take_note(running, block, LayerPlan(block.layer, routing))
+        running.exact[block.layer], running.plans[block.layer] = choices.exact[0], choices.plans[0]
+        running.expert_bytes += choices.bytes([block.shape])
+        if running.recorder is not None:
+            for record in choices.records(running.stages[0], [block]):
+                running.recorder.layer(record)
 
     def _take_note(self, running: Pass, block: MoeBlock, plan: LayerPlan) -> float:
         """Keeps a layer's plan and counts its bytes, which are returned."""

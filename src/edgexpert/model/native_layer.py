@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from edgexpert.core.library import ALL_ATTENTION_FUNCTIONS
 from edgexpert.core.stage import TokenTree
 from edgexpert.kernels import layers, native
+from edgexpert.kernels.layers import StageRule
 from edgexpert.kernels.modules import ATTENTION, PackedLinear, RowNorm, attention_interface
 from edgexpert.model.blocks import MoeBlock, decoder_layers
 from edgexpert.model.cache import TreeCache, TreeLayer
+from edgexpert.model.running import StageChoices
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -35,11 +37,9 @@ class NativeLayer:
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         dim = int(attention.head_dim)
         heads, kv_heads = (projections[i].matrix.outputs // dim for i in (0, 1))
-        self._held = [projections, norms, layer.input_layernorm]  # what the native layer points into
         self.native = layers.attention_layer(
             [p.matrix for p in projections], [p.bias for p in projections], layer.input_layernorm.weight,
-            [None if norm is None else norm.weight for norm in norms],
-            per_head=norms[0] is not None and len(norms[0].weight) == dim, heads=heads, kv_heads=kv_heads, dim=dim,
+            [None if norm is None else norm.weight for norm in norms], heads=heads, kv_heads=kv_heads, dim=dim,
             eps=layer.input_layernorm.eps, scale=float(attention.scaling), residual=self.residual,
             clip=float(getattr(config, "clip_qkv", None) or 0.0),
         )
@@ -47,7 +47,7 @@ class NativeLayer:
         self.experts: Any = None
 
     def take_experts(self, block: MoeBlock) -> None:
-        """Runs the experts natively, too, whenever a stage leaves them to the router: if it chooses by its logits alone."""
+        """Runs the experts natively, too, whenever the stage is `Pass.is_native`: if the router chooses by its logits alone."""
         weights, form = block.packed, block.form
         has_shared_experts = len(list(self.mlp.children())) > 2
         router = getattr(block.router, "weight", None)
@@ -59,7 +59,8 @@ class NativeLayer:
         self.experts = layers.expert_layer(
             self.norm.weight, self.router, weights.gate_up, weights.down, (weights.gate_up_bias, weights.down_bias),
             top_k=block.top_k, sigmoid=form.sigmoid, normalise=form.normalise, eps=self.norm.eps, router_scale=form.scale,
-            residual=self.residual, activation=weights.activation, gated=weights.gated,
+            residual=self.residual, activation=weights.activation, gated=weights.gated, number=weights.layer,
+            store=weights.store if weights.store is not None and weights.store.watches else None,
         )
 
     def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
@@ -70,19 +71,22 @@ class NativeLayer:
             return self.library(hidden_states, attention_mask=attention_mask, **kwargs)
         between = self.attend(hidden_states.contiguous(), attention_mask, cache, *kwargs["position_embeddings"])
         host = getattr(self.block.experts, "_edgexpert", (None,))[0] if self.experts is not None else None
-        if host is None or not host.decides_nothing:
+        running = host.running if host is not None else None
+        if host is None or running is None or not running.is_native:
             return self.feed_forward(between)
-        out, experts, weights = self.run_experts(between)
-        host.ran_exactly(self.block, experts, weights)
+        out, choices = self.run_experts(between, running.rule, running.recorder is not None)
+        host.ran_natively(self.block, choices)
         return out
 
-    def run_experts(self, between: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``between`` [1, T, H] and its experts, added; the chosen experts [T, k] and their weights."""
-        out, tokens = torch.empty_like(between), between.shape[1]
-        experts = torch.empty(tokens, self.block.top_k, dtype=torch.int64)
-        weights = torch.empty(tokens, self.block.top_k)
-        layers.run_expert_layer(self.experts, between, out, experts, weights)
-        return out, experts, weights
+    def run_experts(self, between: Tensor, rule: StageRule | None = None, observes: bool = False) -> tuple[Tensor, StageChoices]:
+        """``between`` [1, T, H] and its experts, added, and what was chosen."""
+        block, size = self.block, (1, between.shape[1], self.block.top_k)
+        choices = StageChoices.empty([block], size, rule, observes)
+        out = torch.empty_like(between)
+        choices.loaded = [layers.run_expert_layer(
+            self.experts, between, choices.experts, choices.weights, rule, choices.decided, choices.observed, out
+        )]
+        return out, choices
 
     def feed_forward(self, between: Tensor) -> Tensor:
         """``between`` [1, T, H] and what the library's module makes of it, added."""
@@ -97,7 +101,8 @@ class NativeLayer:
             states.lazy_initialization(shape, shape)
         out = torch.empty_like(hidden)
         start = states.append(hidden.shape[1])
-        layers.run_attention_layer(self.native, hidden, cos, sin, states.keys, states.values, start, mask, out)
+        context = layers.context(cos, sin, states.keys, states.values, start, mask)
+        layers.run_attention_layer(self.native, hidden, context, out)
         return out
 
 

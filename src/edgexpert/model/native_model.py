@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from edgexpert.core.library import MaskFunction, forward_arguments
 from edgexpert.core.stage import Stage
 from edgexpert.kernels import layers
-from edgexpert.kernels.layers import Decisions, StageRule
+from edgexpert.kernels.layers import StageRule
 from edgexpert.model.attention import asked_masks, attending, stage_mask
 from edgexpert.model.blocks import decoder_layers
 from edgexpert.model.cache import TreeCache
@@ -32,29 +32,28 @@ class NativeModel:
         self.stack = layers.layer_stack([(member.native, member.experts) for member in members])
 
     def run(
-        self, stage: Stage, cache: TreeCache, fused: Sequence[int], rule: StageRule | None
+        self, stage: Stage, cache: TreeCache, fused: Sequence[int], rule: StageRule | None, observes: bool = False
     ) -> tuple[Tensor, Tensor, StageChoices]:
         """One stage: logits and features as in `StageOutput`, and what was chosen.
 
         Args:
             rule: what the policy does; None where it leaves the stage to the router.
+            observes: whether the choices hold what went through the layers, too.
         """
         tokens, positions = stage.tokens, stage.positions
         hidden = self.embed(tokens)
         keys, values = cache.together(self.members[0].kv_heads, self.members[0].dim)
         size = (len(self.members), len(tokens), self.block.top_k)
-        experts, weights = torch.empty(size, dtype=torch.int64), torch.empty(size)
+        choices = StageChoices.empty([member.block for member in self.members], size, rule, observes)
         features = torch.empty(len(tokens), len(fused) * hidden.shape[2])
         start = cache.append(len(tokens))
         mask = stage_mask(stage, self.sees)
         with attending(stage):
             cos, sin = self.rotary(hidden, position_ids=positions[None])
-        shape, count = self.block.shape, self.block.num_experts
-        decided = None if rule is None else Decisions.empty(rule, size, count, (shape.hidden, shape.intermediate))
-        hidden, loaded = layers.run_layer_stack(
-            self.stack, hidden, cos, sin, keys, values, start, mask, fused, features, experts, weights, rule, decided
+        hidden, choices.loaded = layers.run_layer_stack(
+            self.stack, hidden, layers.context(cos, sin, keys, values, start, mask), fused, features, choices.experts,
+            choices.weights, rule, choices.decided, choices.observed,
         )
-        choices = StageChoices([m.index for m in self.members], experts, weights, count, loaded, decided)
         return self.logits(hidden[0] if stage.kind == "verify" else hidden[0, -1:]), features, choices
 
     def embed(self, tokens: Tensor) -> Tensor:

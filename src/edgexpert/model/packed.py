@@ -84,7 +84,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
 def _packed_experts(module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """The library's interface for experts: [T, H] -> [T, H], all of a router's choices."""
     packed: PackedExpertWeights = module.packed
-    out, _, _ = run_experts(x, Routing(experts, weights, len(packed.gate_up.values), complete=True), packed, None, None)
+    out, _, _ = run_experts(x, Routing(experts, weights, packed.gate_up.count, complete=True), packed, None, None)
     return out
 
 
@@ -145,7 +145,8 @@ def _experts(block: MoeBlock, pack: Pack, layout: LayerLayout) -> PackedExpertWe
     module, matrices = block.experts, pack.experts(layout)
     gate_up_bias, down_bias = (getattr(module, f"{name}_bias", None) for name in (block.gate_up_name, "down_proj"))
     return PackedExpertWeights(
-        matrices["gate_up"], matrices["down"], gate_up_bias, down_bias, packed_activation(block), layout.gate
+        matrices["gate_up"], matrices["down"], gate_up_bias, down_bias, packed_activation(block), layout.gate,
+        pack.manifest.layers.index(layout), pack.store,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,28 +14,53 @@ from edgexpert.core.routing import ChannelSelection, Routing, Scores
 from edgexpert.core.shapes import ExpertShape
 from edgexpert.core.stage import Stage
 from edgexpert.core.traffic import Part
-from edgexpert.kernels.layers import Decisions
-from edgexpert.model.recorder import Recorder
+from edgexpert.kernels.layers import Decisions, Observation, StageRule
+from edgexpert.model.blocks import MoeBlock
+from edgexpert.model.recorder import LayerRecord, Recorder
 from edgexpert.policy import Policy
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class StageChoices:
-    """What all MoE layers chose for a stage that ran in one piece. Plans are made of it when somebody reads them.
+    """What some or all MoE layers chose for a stage, in native calls. Plans are made of it when somebody reads them.
 
     Attributes:
         layers: numbers of the layers.
         experts, weights: what the router gave each token, int64 and float32 [layers, T, k].
         loaded: how many experts each layer loaded.
         decided: what the policy made of it; None where it left the stage to the router.
+        observed: what went through the layers; None where nobody watches.
     """
 
     layers: Sequence[int]
     experts: Tensor
     weights: Tensor
     num_experts: int
-    loaded: list[int]
+    loaded: list[int] = field(default_factory=list)
     decided: Decisions | None = None
+    observed: Observation | None = None
+
+    @classmethod
+    def empty(
+        cls, blocks: Sequence[MoeBlock], size: tuple[int, int, int], rule: StageRule | None, observes: bool
+    ) -> StageChoices:
+        """To be filled in by native calls; ``size`` is the number of layers, T and k."""
+        shape, count = blocks[0].shape, blocks[0].num_experts
+        channels = shape.hidden, shape.intermediate
+        return cls(
+            [block.layer for block in blocks], torch.empty(size, dtype=torch.int64), torch.empty(size), count,
+            decided=None if rule is None else Decisions.empty(rule, size, count, channels),
+            observed=Observation.empty(size, count, channels) if observes else None,
+        )
+
+    def records(self, stage: Stage, blocks: Sequence[MoeBlock]) -> Iterator[LayerRecord]:
+        """What a recorder is told of each layer."""
+        assert self.observed is not None
+        for i, (block, plan, exact) in enumerate(zip(blocks, self.plans, self.exact, strict=True)):
+            assert block.form is not None, "native layers have routers of known forms"
+            inputs = self.observed.down_inputs[i, : len(plan.routing.pair_expert)]
+            scores = block.form.scores(self.observed.logits[i])
+            yield LayerRecord(stage, plan, exact, scores, self.observed.inputs[i], lambda inputs=inputs: inputs)  # type: ignore[misc]
 
     def bytes(self, shapes: Sequence[ExpertShape]) -> float:
         """Expert weight bytes that were loaded; the sizes of each layer's experts are given."""
@@ -79,6 +104,7 @@ class Pass:
     Attributes:
         policy: decides all of them.
         recorder: is told of every layer; None for nobody.
+        rule: what the policy does to the one stage, for native calls; None where it leaves it to the router, or has none.
         choices: of all layers, where they ran in one piece; else each layer adds to the attributes below.
         plans: the decision of each MoE layer, by layer.
         exact: the routing that the router alone gives.
@@ -87,6 +113,7 @@ class Pass:
     stages: list[Stage]
     policy: Policy
     recorder: Recorder | None = None
+    rule: StageRule | None = None
     choices: StageChoices | None = None
     plans: dict[int, LayerPlan] = field(default_factory=dict)
     exact: dict[int, Routing] = field(default_factory=dict)
@@ -100,6 +127,11 @@ class Pass:
     def acts(self) -> bool:
         """Whether the policy decides some of the stages; else all are the router's own business."""
         return any(self.policy.acts_on(stage) for stage in self.stages)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether native calls can do all that the policy does."""
+        return len(self.stages) == 1 and (self.rule is not None or not self.acts)
 
 
 @dataclass(eq=False)

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from edgexpert.core.errors import UserError
-from edgexpert.weights.manifest import DENSE, DTYPES, EXPERTS, MANIFEST, LayerLayout, Manifest, MatrixLayout, read_manifest
+from edgexpert.weights.manifest import DENSE, EXPERTS, MANIFEST, LayerLayout, Manifest, read_manifest
 from edgexpert.weights.matrix import PackedExperts, PackedMatrix
-from edgexpert.weights.memory import map_file, read_file
+from edgexpert.weights.store import ExpertStore, open_store
 
 
 def is_pack(folder: Path) -> bool:
@@ -41,27 +41,13 @@ class Pack:
         return AutoConfig.from_pretrained(self.folder)
 
     @cached_property
-    def _bytes(self) -> Tensor:
-        path = self.folder / EXPERTS
-        memory = read_file(path)
-        return map_file(path) if memory is None else memory
+    def store(self) -> ExpertStore:
+        """Where the experts lie."""
+        return open_store(self.folder / EXPERTS, self.manifest.layers)
 
     def experts(self, layer: LayerLayout) -> dict[str, PackedExperts]:
-        """``gate_up`` and ``down`` of all experts of a layer: strided views, the experts a record apart."""
-        return {name: self._stacked(layer, getattr(layer, name)) for name in ("gate_up", "down")}
-
-    def _stacked(self, layer: LayerLayout, matrix: MatrixLayout) -> PackedExperts:
-        parts: dict[str, Tensor] = {}
-        for name, extent in matrix.extents.items():
-            dtype = DTYPES[extent.dtype]
-            shape, stride = (layer.experts, *extent.shape), (layer.stride // dtype.itemsize, extent.shape[1], 1)
-            start = (layer.offset + extent.offset) // dtype.itemsize
-            whole = self._bytes.view(dtype)
-            parts[name] = whole.as_strided(shape, stride, whole.storage_offset() + start)
-        return PackedExperts(
-            parts["values"], parts.get("scales"), parts.get("zeros"), matrix.channels, matrix.outputs, matrix.bits,
-            matrix.group or matrix.channels,
-        )
+        """``gate_up`` and ``down`` of all experts of a layer."""
+        return self.store.experts(self.manifest.layers.index(layer))
 
     def dense(self) -> dict[str, Tensor | PackedMatrix]:
         """Everything but the experts, by parameter name: float tensors, and packed linear layers."""

@@ -38,12 +38,28 @@ class PackedMatrix:
     group: int
 
 
+@dataclass(frozen=True, eq=False)
 class PackedExperts(PackedMatrix):
-    """The matrices of a layer's experts: the tensors of `PackedMatrix` with a leading dimension [E]."""
+    """The matrices of a layer's experts: the tensors of `PackedMatrix` with a leading dimension [S].
+
+    Attributes:
+        slots: in which of the S rows an expert lies, int64 [E], negative for one that is not in memory; None where S is E and
+            every expert lies in its own. Whoever changes it tells the kernels, with `native.place`.
+    """
+
+    slots: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """The number of experts."""
+        return len(self.values if self.slots is None else self.slots)
 
     def __getitem__(self, expert: int) -> PackedMatrix:
-        scales, zeros = (None if t is None else t[expert] for t in (self.scales, self.zeros))
-        return PackedMatrix(self.values[expert], scales, zeros, self.channels, self.outputs, self.bits, self.group)
+        slot = expert if self.slots is None else int(self.slots[expert])
+        if slot < 0:
+            raise RuntimeError(f"expert {expert} is used, but not in memory")
+        scales, zeros = (None if t is None else t[slot] for t in (self.scales, self.zeros))
+        return PackedMatrix(self.values[slot], scales, zeros, self.channels, self.outputs, self.bits, self.group)
 
 
 class TiledMatrix(PackedMatrix):

@@ -25,11 +25,6 @@ SHARE = 0.5
 """A file is copied into memory if it takes at most this share of what is available."""
 
 
-def map_file(path: Path) -> Tensor:
-    """A file's bytes as uint8 [size], mapped: read when they are touched, and given back when memory is short."""
-    return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-
-
 def read_file(path: Path) -> Tensor | None:
     """A file's bytes as uint8 [size] in huge pages, or None where it would take too much memory or there are none."""
     size = path.stat().st_size
