@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from edgexpert.core.errors import UserError
-from edgexpert.core.output import LONGEST_NAME, output_file
+from edgexpert.core.output import LONGEST_NAME, new_folder, output_file, output_folder
 
 
 def test_a_file_stands_complete_or_not_at_all(tmp_path: Path) -> None:
@@ -139,3 +139,26 @@ def test_what_has_nothing_to_do_with_the_output_passes(tmp_path: Path) -> None:
         (tmp_path / "other").read_text()
     with pytest.raises(UserError, match="no such file"), output_file(tmp_path / "a") as part:
         part.unlink()
+
+
+def test_a_folder_is_made_by_one_writer_at_a_time(tmp_path: Path) -> None:
+    place = tmp_path / "deep" / "new"
+    with new_folder(place) as unfinished:
+        unfinished.mkdir()
+        with pytest.raises(UserError, match=f"{place} would be written twice"), new_folder(place):
+            pass
+        unfinished.rename(place)
+    with pytest.raises(UserError, match="exists; give another folder"), new_folder(place):
+        pass
+    assert [entry.name for entry in place.parent.iterdir()] == ["new"]
+
+
+def test_a_folder_of_results_is_written_by_one_at_a_time_and_may_be_there(tmp_path: Path) -> None:
+    for _ in range(2):
+        with output_folder(tmp_path / "out") as place:
+            (place / "result").write_text("x")
+            with pytest.raises(UserError, match="twice"), output_folder(tmp_path / "out"):
+                pass
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == ["result"]
+    with pytest.raises(UserError, match="is no folder"), output_folder(tmp_path / "out" / "result"):
+        pass

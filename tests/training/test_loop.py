@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -115,3 +116,17 @@ def test_held_out_data_is_measured_at_its_steps_and_at_the_last(tmp_path: Path) 
     train(Line(), tmp_path, checkpoint_every=100, stop_at=5)
     history = json.loads((tmp_path / "history.json").read_text())
     assert [record["step"] for record in history if "held_out" in record] == [3, 5]
+
+
+def test_a_checkpoint_that_finds_no_room_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(Line(), tmp_path, checkpoint_every=3, stop_at=3)
+
+    def half_written(_: object, part: Path) -> None:
+        part.write_bytes(b"PK")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("torch.save", half_written)
+    with pytest.raises(UserError, match=r"cannot be written \(the disk is full\)"):
+        train(Line(), tmp_path, checkpoint_every=3)
+    assert saved(tmp_path)["step"] == 3
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint.pt", "history.json"]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import writing
 from edgexpert.speculation.checkpoint import load_eagle3, save_eagle3
 from edgexpert.speculation.eagle3 import Eagle3Config, Eagle3Model
 from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits
@@ -152,5 +153,6 @@ def train_draft(
     finished = train(trainer, out, checkpoint_every=checkpoint_every, stop_at=stop_at)
     if not finished:
         return out / CHECKPOINT
-    save_eagle3(draft, out / "draft", format, target.config)
+    with writing(out):
+        save_eagle3(draft, out / "draft", format, target.config)
     return out / "draft"

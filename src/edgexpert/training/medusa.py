@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import writing
 from edgexpert.speculation.medusa import MedusaConfig, MedusaHead, MedusaModel, save_medusa
 from edgexpert.training.capture import Batch, Captured, logit_scale, teacher_logits
 from edgexpert.training.draft_trainer import DraftTrainer
@@ -81,5 +82,6 @@ def train_medusa(
     finished = train(trainer, out, checkpoint_every=checkpoint_every, stop_at=stop_at)
     if not finished:
         return out / CHECKPOINT
-    save_medusa(model, out / "draft")
+    with writing(out):
+        save_medusa(model, out / "draft")
     return out / "draft"
