@@ -123,6 +123,8 @@ class Options:
         """The engine that these options ask for. What can be checked without the model is checked first."""
         policy, _, _ = self.policy_named(self.policy), self.sampling, self.tree
         if self.kernels is not None:
+            if self.kernels not in KERNELS:
+                raise UserError(f"unknown `kernels` {self.kernels}; choose one of {', '.join(KERNELS)}")
             os.environ["EDGEXPERT_KERNELS"] = self.kernels
         import edgexpert
 

@@ -91,11 +91,11 @@ def pack_draft(draft: Eagle3Model, like: PackedMatrix) -> int:
 
 def _folder_of(name: str) -> Path:
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name.strip() and path.is_dir():
         if not (path / "config.json").is_file():
             raise UserError(f"the draft folder {name} has no config.json; give the folder of a draft checkpoint")
         return path
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if not name.strip() or path.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"there is no draft {name!r}: give auto, none, ngram, a folder, or a Hub name like owner/name")
     try:
         return Path(snapshot_download(name))

@@ -26,6 +26,8 @@ def local_folder(name: str) -> Path | None:
         if not folder.is_dir():
             raise UserError(f"the bundled model {name} is not part of this installation; reinstall edgexpert")
         return folder
+    if not name.strip():
+        raise UserError(f"the model's name is empty; give a bundled name ({', '.join(BUNDLED)}), a folder, or a Hub name")
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
