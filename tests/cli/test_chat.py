@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from edgexpert.runtime.engine import Engine, Prompt
+from edgexpert.runtime.session import Session
+from edgexpert.speculation.verify import Verifier
 from tests.cli.conftest import Run
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
@@ -134,6 +136,23 @@ def test_places_that_cannot_be_read_or_written_are_told(run: Run, tiny_checkpoin
     assert "give its name after /save" in said and "give its name after /load" in said
     assert "too long" in said
     assert "The output /dev/null is no regular file" in said
+
+
+def test_ctrl_c_ends_an_answer_and_keeps_what_there_is(
+    run: Run, tiny_checkpoint: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Session.step
+
+    def interrupted(self: Session, verifier: Verifier) -> list[int]:
+        if self.speculation.stages == 1:
+            raise KeyboardInterrupt
+        return step(self, verifier)
+
+    monkeypatch.setattr(Session, "step", interrupted)
+    result = run("chat", "--model", tiny_checkpoint, "--draft", "none", "--max-new-tokens", 50, input="a fox\na crow\n/stats\n")
+    assert result.exit_code == 0, result.output
+    assert len(prompts) == 2 and len(prompts[1]) == len("a fox") + 2 + len("\na crow"), "two tokens were there"
+    assert "interrupted" in result.stdout
 
 
 def test_stats_after_each_answer_on_request(run: Run, tiny_checkpoint: Path) -> None:

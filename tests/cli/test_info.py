@@ -110,7 +110,9 @@ def test_memory_says_how_much_context_fits() -> None:
     assert memory(need, 0)["fits"] is None and "does not tell" in verdict(memory(need, 0))
 
 
-def test_info_needs_no_torch(tiny_checkpoint: Path) -> None:
+@pytest.mark.parametrize("command", [("info",), ("list",), ("--help",), ("train", "draft", "-h"), ("--version",)])
+def test_these_need_no_torch(tiny_checkpoint: Path, command: tuple[str, ...]) -> None:
     code = ("import sys; from edgexpert.cli.main import app; app(sys.argv[1:], standalone_mode=False); "
             "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)")
-    assert subprocess.run([sys.executable, "-c", code, "info", tiny_checkpoint], check=False, capture_output=True).returncode == 0
+    folder = [tiny_checkpoint] if command in (("info",), ("list",)) else []
+    assert subprocess.run([sys.executable, "-c", code, *command, *folder], check=False, capture_output=True).returncode == 0

@@ -80,6 +80,28 @@ def test_a_tied_output_head_is_no_second_matrix(tmp_path: Path) -> None:
     assert facts.parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(("method", "tensors"), [
+    ("fp8", {"experts.0.up_proj.weight": torch.zeros(64, 32, dtype=torch.float8_e4m3fn),
+             "experts.0.up_proj.weight_scale_inv": torch.ones(1, 1)}),
+    ("mxfp4", {"experts.up_proj_blocks": torch.zeros(1, 64, 1, 16, dtype=torch.uint8),
+               "experts.up_proj_scales": torch.zeros(1, 64, 1, dtype=torch.uint8)}),
+    ("compressed-tensors", {"experts.0.up_proj.weight_packed": torch.zeros(64, 4, dtype=torch.int32),
+                            "experts.0.up_proj.weight_scale": torch.zeros(64, 1, dtype=torch.bfloat16),
+                            "experts.0.up_proj.weight_shape": torch.tensor([64, 32])}),
+])
+def test_quantised_weights_count_with_their_scales_and_for_the_values_that_they_stand_for(
+    method: str, tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    save_file({f"model.layers.0.mlp.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 1, "quantization_config": {"quant_method": method}}))
+    facts = read_facts(tmp_path)
+    assert facts.stored == method
+    assert facts.values == {"experts": 64 * 32}
+    counted = [tensor for name, tensor in tensors.items() if not name.endswith("_shape")]
+    assert facts.parts == {"experts": sum(tensor.nbytes for tensor in counted)}
+    assert (facts.experts, facts.moe_layers) == (1, 1)
+
+
 @pytest.mark.parametrize("family", sorted(ARCHITECTURES))
 def test_a_gguf_file_tells_the_same_as_the_model_that_it_was_written_from(family: str, tmp_path: Path) -> None:
     model = make_model(family, num_hidden_layers=2)

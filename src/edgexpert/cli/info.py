@@ -93,7 +93,7 @@ def describe(name: str, dtype: str, draft: str) -> dict[str, Any]:
         "expert_bytes": need.expert,
         "expert_bytes_per_token_plain": need.expert * facts.top_k * facts.moe_layers,
         "memory": memory(need, available_memory()),
-        "runs": facts.kind in ("float", "packed"),
+        "runs": None if facts.kind == "quantised" else facts.kind in ("float", "packed"),
         "draft": drafted,
         "hyperparameters": asdict(chosen),
         "hyperparameters_calibrated": calibrated is not None,
@@ -202,7 +202,9 @@ def print_facts(facts: dict[str, Any]) -> None:
         "KV cache of the full context": readable_bytes(memory["kv_cache_full"]),
         "all of it, at full context": f"{readable_bytes(memory['total'])}: {verdict(memory)}",
     })
-    if not facts["runs"]:
+    if facts["runs"] is None:
+        print_line(f"note: stored as {facts['dtype']}; whether transformers can make floats of that here shows when it is loaded")
+    elif not facts["runs"]:
         print_line(f"note: stored as {facts['dtype']} it cannot be run; convert it first: "
                    f"edgexpert convert {facts['model']} FOLDER")
     print_pairs("hyperparameters" + " (calibrated for this checkpoint)" * facts["hyperparameters_calibrated"],

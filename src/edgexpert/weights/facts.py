@@ -24,6 +24,8 @@ DRAFT = "draft"
 
 TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_k", "num_selected_experts")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+SCALES = (".scale", "_scale", "_scales", "_scale_inv", "_zero_point")
+"""Endings of the names of tensors that belong to another one."""
 NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64", "I8": "int8", "F8_E4M3": "float8"}
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -217,16 +219,17 @@ def _layer_of(name: str) -> int | None:
 def _float_weights(headers: Mapping[str, Header]) -> Iterator[tuple[str, Weight]]:
     """Parameters of plain safetensors files. Tensors that hold the scales of others add their bytes to them."""
     for name, header in headers.items():
-        if name.endswith((".scale", "_scale", "_scale_inv", "_shape", "_zero_point", "_g_idx")):
+        if name.endswith((*SCALES, "_shape", "_g_idx")):
             continue
-        own = re.sub("_packed$", "", name)
-        beside = sum(headers[other].bytes for suffix in (".scale", "_scale", "_scale_inv", "_zero_point")
-                     if (other := own + suffix) in headers)
+        own = re.sub("_(packed|blocks)$", "", name)
+        beside = sum(headers[own + suffix].bytes for suffix in SCALES if own + suffix in headers)
         values, shape = header.values, header.shape
         if own != name and header.dtype == "I32" and (whole := headers.get(own + "_scale")) is not None and len(shape) == 2:
             # eight 4-bit values, or four of 8 bits, in each integer: as many as make the scales' groups even
             per = 8 if (shape[1] * 8) % max(1, whole.shape[-1]) == 0 else 4
             values, shape = values * per, (shape[0], shape[1] * per)
+        elif name.endswith("_blocks"):  # MXFP4: two values in a byte, [E, N, groups, 16]
+            values, shape = 2 * values, (*shape[:2], 2 * values // max(1, shape[0] * shape[1]))
         yield own, Weight(values, shape, header.bytes + beside)
 
 

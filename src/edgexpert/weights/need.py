@@ -64,7 +64,7 @@ def memory_need(facts: Facts, dtype: str, draft: Path | None = None, encoder: bo
         for name, weight in facts.weights.items():
             part = part_of(name, weight.shape)
             parts[part] += weight.bytes if weight.packed or part == "embeddings" else 4 * weight.values
-    elif facts.kind == "float":
+    elif facts.kind in ("float", "quantised"):
         form = (facts.dtype if facts.dtype in FLOAT_BYTES else "float32") if dtype == "auto" else dtype
         size = FLOAT_BYTES.get(form, 4)
         parts |= {part: values * size for part, values in facts.values.items()}
