@@ -212,12 +212,39 @@ def test_no_tokens_and_no_pairs_give_empty_results(isa: str) -> None:
     assert torch.equal(native.down(torch.empty(0, 32), lower, nothing, torch.empty(0), 3), torch.zeros(3, 8))
 
 
-def test_an_infinity_in_a_token_shows_in_its_result_and_in_no_other(isa: str) -> None:
-    matrix = quantise(torch.randn(64, 40), 4, 32)
-    x = torch.randn(3, 64)
-    x[1, 5] = torch.nan
-    got = native.linear(x, matrix)
-    assert got[1].isnan().all() and got[[0, 2]].isfinite().all()
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_what_is_no_finite_number_in_a_token_shows_in_its_result_and_in_no_other(isa: str, bits: int, number: float) -> None:
+    torch.manual_seed(7)
+    matrix, x = quantise(torch.randn(64, 40), bits, 32), torch.randn(3, 64)
+    expected = native.linear(x, matrix)
+    x[1, 5] = number
+    for got in (native.linear(x, matrix), reference.linear(x, matrix)):
+        assert not got[1].isfinite().any() and (bits == 16 or got[1].isnan().all())
+        assert close(got[[0, 2]], expected[[0, 2]], bits)
+
+    up, lower = experts(3, 64, 64, bits, 32), experts(3, 32, 64, bits, 32)
+    pairs, weights = routing(3, 3, 2), torch.rand(6)
+    loaded = torch.ones(3, 64, dtype=torch.bool)
+    loaded[:, 5] = False
+    assert torch.equal(run_both(x, up, lower, pairs, weights).isfinite().all(1), torch.tensor([True, False, True]))
+    if bits != 16:  # a row is quantised before its channels are selected
+        got = native.gate_up(x, up, pairs, loaded)
+        assert torch.equal(got.isnan().all(1), pairs.tokens == 1) and torch.equal(got.isfinite().all(1), pairs.tokens != 1)
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_activation_functions_of_no_number_are_none_and_large_numbers_overflow_nowhere(
+    isa: str, activation: str, gated: bool
+) -> None:
+    up = PackedExperts(torch.ones(1, 4, 32, dtype=torch.bfloat16), None, None, 4, 32, 16, 4)
+    x = torch.zeros(5, 4)
+    x[:, 0] = torch.tensor([0.5, torch.nan, 300.0, -300.0, 1e6])
+    pairs = Pairs.group(torch.zeros(5, dtype=torch.int64), torch.arange(5))[0]
+    got = native.gate_up(x, up, pairs, activation=activation, gated=gated)
+    assert torch.equal(got.isnan().all(1), torch.tensor([False, True, False, False, False]))
+    torch.testing.assert_close(got, reference.gate_up(x, up, pairs, activation=activation, gated=gated), equal_nan=True)
 
 
 def test_wrong_shapes_and_types_are_refused_before_memory_is_touched() -> None:
