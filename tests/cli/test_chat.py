@@ -73,8 +73,10 @@ def test_reset_forgets(run: Run, tiny_checkpoint: Path, prompts: list[Prompt]) -
 
 
 def test_policy_changes_and_stats_show_it(run: Run, tiny_checkpoint: Path) -> None:
-    said = chat(run, tiny_checkpoint, "/stats", "/policy pruned", "a fox", "/stats", "/policy nonsense", "/what", "/help")
+    said = chat(run, tiny_checkpoint, "/stats", "/policy", "/policy pruned", "a fox", "/stats", "/policy nonsense", "/what",
+                "/help")
     assert "There is no answer yet" in said
+    assert "exact: nothing approximated." in said
     assert "From now on: coarse pruning" in said
     assert "acceptance length" in said
     assert "approximated: coarse pruning" in said

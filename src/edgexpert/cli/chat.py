@@ -11,7 +11,7 @@ import typer
 
 from edgexpert.cli.line import Lines
 from edgexpert.cli.options import Options, shared_options
-from edgexpert.cli.show import print_generation, print_line, print_piece, print_summary, sentence
+from edgexpert.cli.show import print_generation, print_line, print_piece, sentence, summary
 from edgexpert.core.errors import UserError
 from edgexpert.core.output import checked_file, output_file
 
@@ -89,7 +89,7 @@ class Conversation:
             self.stream = stream
             self.messages.append({"role": "assistant", "content": produced})
             if self.stats:
-                print_summary(stream.generation, options.sampling)
+                print_line(summary(stream.generation))
         else:
             self.messages.pop()
 
@@ -105,8 +105,10 @@ class Conversation:
                 self.tell(argument)
                 print_line("The model is told so from the next answer on." if argument else "The model is told nothing before.")
             case "/policy":
-                self.engine.set_policy(self.options.policy_named(argument))
-                print_line(f"From now on: {'; '.join(self.engine.policy.approximations()) or 'nothing approximated'}.")
+                if argument:
+                    self.engine.set_policy(self.options.policy_named(argument))
+                name = "From now on" if argument else self.engine.policy.name
+                print_line(f"{name}: {'; '.join(self.engine.policy.approximations()) or 'nothing approximated'}.")
             case "/stats":
                 if self.stream is None:
                     raise UserError("there is no answer yet; say something first")

@@ -94,7 +94,15 @@ def print_line(line: str, err: bool = False) -> None:
 
 
 def print_summary(generation: Generation, given: Collection[str] = (), err: bool = False) -> None:
-    """One line: speed, bytes beside those of plain decoding, what was approximated. A second one where there are notes."""
+    """One line of figures, and a second one where there are notes."""
+    print_line(summary(generation), err)
+    notes = _notes(generation, given)
+    if notes:
+        print_line(f"note: {'; '.join(notes)}", err)
+
+
+def summary(generation: Generation) -> str:
+    """Speed, bytes beside those of plain decoding, and what was approximated, in one line."""
     timing, speculation = generation.timing, generation.speculation
     parts = [f"{generation.new_tokens} tokens"]
     if timing.tpot_s:
@@ -107,10 +115,7 @@ def print_summary(generation: Generation, given: Collection[str] = (), err: bool
     parts.append(_approximated(generation))
     if generation.finish == "interrupted":
         parts.append("interrupted")
-    print_line("; ".join(parts), err)
-    notes = _notes(generation, given)
-    if notes:
-        print_line(f"note: {'; '.join(notes)}", err)
+    return "; ".join(parts)
 
 
 def _approximated(generation: Generation) -> str:
