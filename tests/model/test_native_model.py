@@ -11,9 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
-from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.routing import ChannelSelection
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import dense, native
@@ -24,7 +21,7 @@ from edgexpert.model.native_model import native_model
 from edgexpert.model.packed import load_pack
 from edgexpert.model.running import StageOutput
 from edgexpert.policy import PRESETS, Techniques
-from tests.conftest import make_model, make_tokenizer
+from tests.packs import make_pack
 
 pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
 
@@ -38,11 +35,7 @@ Load = Callable[..., PreTrainedModel]
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     def load(family: str, **changes: object) -> PreTrainedModel:
-        sizes = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=96, num_hidden_layers=LAYERS)
-        make_model(family, **sizes, **changes).bfloat16().save_pretrained(tmp_path / "source")
-        make_tokenizer().save_pretrained(tmp_path / "source")
-        convert(open_source(str(tmp_path / "source")), tmp_path / "packed", Options(4, 32))
-        return load_pack(tmp_path / "packed")
+        return load_pack(make_pack(family, tmp_path, num_hidden_layers=LAYERS, **changes))
 
     return load
 

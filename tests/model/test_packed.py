@@ -25,24 +25,12 @@ from edgexpert.speculation.eagle3_draft import Eagle3Draft
 from edgexpert.speculation.loading import load_draft
 from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.weights.files import Pack
-from tests.conftest import make_model, make_tokenizer
+from tests.packs import make_pack
 
 FAMILIES = ("granitemoe", "olmoe", "deepseek_v2", "qwen3_moe")
-SIZES = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=96)  # groups of 32 divide them
-LATENT = dict(kv_lora_rank=32, v_head_dim=16)
-
-
-def pack(family: str, folder: Path, bits: int = 4, group: int = 32) -> Path:
-    source = folder / "source"
-    make_model(family, **SIZES, **(LATENT if family == "deepseek_v2" else {})).bfloat16().save_pretrained(source)
-    make_tokenizer().save_pretrained(source)
-    convert(open_source(str(source)), folder / "packed", Options(bits, group))
-    return folder / "packed"
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_a_16_bit_pack_are_those_of_the_library_on_the_same_weights(family: str, tmp_path: Path) -> None:
-    folder = pack(family, tmp_path, bits=16)
+    folder = make_pack(family, tmp_path, Options(16))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16).float().eval()
     host = HostedModel(load_model(str(folder)).model)
     ids = torch.arange(2, 30)
@@ -57,7 +45,7 @@ def test_logits_of_a_16_bit_pack_are_those_of_the_library_on_the_same_weights(fa
 def test_a_tree_on_packed_weights_gives_plain_decoding_bit_for_bit(family: str, bits: int, tmp_path: Path) -> None:
     if native.path() == "torch":
         pytest.skip("PyTorch's products depend on what else is in the call")
-    host = HostedModel(load_model(str(pack(family, tmp_path, bits))).model)
+    host = HostedModel(load_model(str(make_pack(family, tmp_path, Options(bits, 32)))).model)
     prompt, tokens = torch.arange(2, 20), torch.tensor([7, 30, 31, 40, 41, 50])
     tree = TokenTree(tokens, torch.tensor([-1, 0, 0, 1, 2, 3]), torch.zeros(6))
     cache = host.new_cache(40)
@@ -73,7 +61,7 @@ def test_a_tree_on_packed_weights_gives_plain_decoding_bit_for_bit(family: str, 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_nothing(threads: int, tmp_path: Path) -> None:
-    host = HostedModel(load_model(str(pack("olmoe", tmp_path))).model)
+    host = HostedModel(load_model(str(make_pack("olmoe", tmp_path))).model)
     before = native.get_threads()
     results = []
     for count in (1, threads):
@@ -89,7 +77,7 @@ def test_techniques_read_what_they_plan_and_stay_near_the_library_on_the_same_pl
     family: str, policy: str, tmp_path: Path
 ) -> None:
     # the host itself asserts that bytes planned are bytes read
-    folder = pack(family, tmp_path, bits=16)
+    folder = make_pack(family, tmp_path, Options(16))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16).float().eval()
     outputs = []
     for model in (load_model(str(folder)).model, reference):
@@ -112,7 +100,7 @@ def test_techniques_read_what_they_plan_and_stay_near_the_library_on_the_same_pl
 def test_text_is_the_same_with_and_without_a_draft(tmp_path: Path) -> None:
     if native.path() == "torch":
         pytest.skip("PyTorch's products depend on what else is in the call")
-    loaded = load_model(str(pack("qwen3_moe", tmp_path)))
+    loaded = load_model(str(make_pack("qwen3_moe", tmp_path)))
     texts = []
     for draft in (None, NgramDraft()):
         engine = Engine(HostedModel(loaded.model), loaded.tokenizer, name="tiny", draft=draft)
@@ -122,7 +110,7 @@ def test_text_is_the_same_with_and_without_a_draft(tmp_path: Path) -> None:
 
 
 def test_bytes_by_part_are_those_of_the_file(tmp_path: Path) -> None:
-    folder = pack("deepseek_v2", tmp_path)
+    folder = make_pack("deepseek_v2", tmp_path)
     host = HostedModel(load_model(str(folder)).model)
     manifest = Pack(folder).manifest
     records = sum(
@@ -137,7 +125,7 @@ def test_bytes_by_part_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_policies_that_change_weights_ask_for_the_original(tmp_path: Path) -> None:
-    loaded = load_model(str(pack("olmoe", tmp_path)))
+    loaded = load_model(str(make_pack("olmoe", tmp_path)))
     engine = Engine(HostedModel(loaded.model), loaded.tokenizer, name="tiny")
     from edgexpert.policy import policy_named
 
@@ -147,12 +135,12 @@ def test_policies_that_change_weights_ask_for_the_original(tmp_path: Path) -> No
 
 def test_an_activation_that_the_kernels_lack_is_named_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="activation"):
-        pack("gpt_oss", tmp_path)
+        make_pack("gpt_oss", tmp_path)
     assert not (tmp_path / "packed").exists()
 
 
 def test_a_data_type_that_is_not_computed_in_is_refused(tmp_path: Path) -> None:
-    folder = pack("olmoe", tmp_path)
+    folder = make_pack("olmoe", tmp_path)
     with pytest.raises(UserError, match="computes in float32; leave `dtype` out"):
         load_model(str(folder), dtype="bfloat16")
     load_model(str(folder), dtype="auto")

@@ -11,9 +11,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
-from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
 from edgexpert.model.host import HostedModel
 from edgexpert.model.packed import load_pack
@@ -25,6 +22,7 @@ from edgexpert.speculation.draft import Draft, TreeShape
 from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.speculation.sampling import SamplingParams
 from tests.conftest import make_model, make_tokenizer
+from tests.packs import make_pack
 from tests.speculation.drafts import RandomDraft
 
 PROMPTS = ("once upon a time a fox met a crow, once upon a time", "a crow and a crow and a crow", "the bear was old, so the old")
@@ -38,11 +36,7 @@ def make_engine(draft: Draft | None = None, model: PreTrainedModel | None = None
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     """A model whose stages are one native call each, where there are compiled kernels."""
-    folder = tmp_path_factory.mktemp("packed")
-    make_model("olmoe", hidden_size=64, intermediate_size=96, num_hidden_layers=3).save_pretrained(folder / "source")
-    make_tokenizer().save_pretrained(folder / "source")
-    convert(open_source(str(folder / "source")), folder / "packed", Options(4, 32))
-    return load_pack(folder / "packed")
+    return load_pack(make_pack("olmoe", tmp_path_factory.mktemp("packed"), num_hidden_layers=3))
 
 
 def told(result: Generation) -> dict[str, Any]:
