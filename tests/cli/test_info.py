@@ -11,14 +11,15 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import edgexpert
-from edgexpert.cli.info import GGUF_FAMILIES, READ_ROUTERS, memory, verdict
+from edgexpert.cli.info import memory, verdict
 from edgexpert.core.resources import bundled_folder
-from edgexpert.model.blocks import find_blocks
 from edgexpert.speculation.medusa import MedusaConfig, MedusaModel, save_medusa
+from edgexpert.weights import families
 from edgexpert.weights.need import Need
 from tests.cli.conftest import Run
-from tests.conftest import FAMILIES, make_model, make_tokenizer
+from tests.conftest import make_model, make_tokenizer
 from tests.conversion.gguf_files import ARCHITECTURES, write_gguf
+from tests.parity.architectures import tiny_config, tiny_model
 
 
 def test_facts_are_those_of_the_checkpoint(run: Run, tiny_checkpoint: Path) -> None:
@@ -76,13 +77,14 @@ def test_a_gguf_file_is_told_to_be_converted(run: Run, tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "stored as GGUF F32" in result.stdout
     assert f"edgexpert convert {tmp_path / 'm.gguf'}" in result.stdout
-    assert {name: family for family, name in ARCHITECTURES.items()} == GGUF_FAMILIES
+    assert {name: family for family, name in ARCHITECTURES.items()} == families.GGUF
 
 
-@pytest.mark.parametrize("family", sorted(READ_ROUTERS | FAMILIES.keys()))
-def test_the_routers_that_are_known_to_be_read_are_read(family: str) -> None:
-    readable = all(block.form is not None for block in find_blocks(make_model(family, num_hidden_layers=2)))
-    assert readable == (family in READ_ROUTERS)
+def test_a_model_type_that_loading_refuses_is_told_before(run: Run, tmp_path: Path) -> None:
+    tiny_model(tiny_config("minimax")).save_pretrained(tmp_path)
+    facts = json.loads(run("info", tmp_path, "--json").stdout)
+    assert facts["runs"] is False and facts["policies"] == [] and facts["policies_certain"]
+    assert "cannot run models of the type minimax" in run("info", tmp_path).stdout
 
 
 def test_a_dense_model_is_refused_with_one_sentence(run: Run, tmp_path: Path) -> None:

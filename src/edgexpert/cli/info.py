@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from edgexpert.weights.facts import Facts
     from edgexpert.weights.need import Need
 
-READ_ROUTERS = frozenset((
-    "deepseek_v2", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-))
-"""Model types whose routers are known to be read, so that every policy works. Those of others are tried when they are loaded."""
-GGUF_FAMILIES = {"granitemoe": "granitemoe", "olmoe": "olmoe", "deepseek2": "deepseek_v2", "qwen3moe": "qwen3_moe"}
-
 
 def info(
     model: Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model)] = "stories",
@@ -59,6 +53,7 @@ def describe(name: str, dtype: str, draft: str) -> dict[str, Any]:
     from edgexpert.model.calibrated import read_calibrated
     from edgexpert.policy import Hyperparameters
     from edgexpert.policy.hyperparameters import choose_hyperparameters
+    from edgexpert.weights import families
     from edgexpert.weights.need import memory_need
 
     if dtype not in DTYPES:
@@ -71,9 +66,10 @@ def describe(name: str, dtype: str, draft: str) -> dict[str, Any]:
     folder = drafted.pop("folder")
     need = memory_need(facts, dtype, folder)
     calibrated = read_calibrated(facts.path if facts.path.is_dir() else None)
-    family = GGUF_FAMILIES.get(facts.family, facts.family) if facts.kind == "gguf" else facts.family
+    family = families.GGUF.get(facts.family, facts.family) if facts.kind == "gguf" else facts.family
     chosen: Hyperparameters = calibrated or choose_hyperparameters(family, facts.experts, facts.top_k)
-    policies = list(POLICIES) if family in READ_ROUTERS else ["exact"]
+    refused = family in families.REFUSED
+    policies = [] if refused else list(POLICIES) if family in families.EVERY_POLICY else ["exact"]
     if facts.kind != "float":
         policies = [policy for policy in policies if policy not in ("moe-pruner", "edgemoe")]
     return {
@@ -93,12 +89,12 @@ def describe(name: str, dtype: str, draft: str) -> dict[str, Any]:
         "expert_bytes": need.expert,
         "expert_bytes_per_token_plain": need.expert * facts.top_k * facts.moe_layers,
         "memory": memory(need, available_memory()),
-        "runs": None if facts.kind == "quantised" else facts.kind in ("float", "packed"),
+        "runs": None if facts.kind == "quantised" and not refused else facts.kind in ("float", "packed") and not refused,
         "draft": drafted,
         "hyperparameters": asdict(chosen),
         "hyperparameters_calibrated": calibrated is not None,
         "policies": policies,
-        "policies_certain": family in READ_ROUTERS,
+        "policies_certain": family in families.EVERY_POLICY | families.EXACT_ALONE | families.REFUSED,
     }
 
 
@@ -202,7 +198,9 @@ def print_facts(facts: dict[str, Any]) -> None:
         "KV cache of the full context": readable_bytes(memory["kv_cache_full"]),
         "all of it, at full context": f"{readable_bytes(memory['total'])}: {verdict(memory)}",
     })
-    if facts["runs"] is None:
+    if not facts["policies"]:
+        print_line(f"note: EdgeXpert cannot run models of the type {facts['family']}: loading it says why")
+    elif facts["runs"] is None:
         print_line(f"note: stored as {facts['dtype']}; whether transformers can make floats of that here shows when it is loaded")
     elif not facts["runs"]:
         print_line(f"note: stored as {facts['dtype']} it cannot be run; convert it first: "
@@ -210,7 +208,7 @@ def print_facts(facts: dict[str, Any]) -> None:
     print_pairs("hyperparameters" + " (calibrated for this checkpoint)" * facts["hyperparameters_calibrated"],
                 {name: str(value) for name, value in facts["hyperparameters"].items()})
     more = "" if facts["policies_certain"] else "; the others if its router can be read, which is tried when it is loaded"
-    print_line("policies: " + ", ".join(facts["policies"]) + more)
+    print_line("policies: " + (", ".join(facts["policies"]) or "none") + more)
     draft = facts["draft"]
     judgement = f"fits ({draft['kind']})" if draft["fits"] else f"does not fit: {draft['reason']}"
     print_line(f"draft {draft['asked_for']}: {judgement}")

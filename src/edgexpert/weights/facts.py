@@ -22,7 +22,7 @@ DENSE = "dense.safetensors"
 DRAFT = "draft"
 """Sub-folder of a model in which its draft lies."""
 
-TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_k", "num_selected_experts")
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "num_selected_experts", "top_k_experts", "top_k")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SCALES = (".scale", "_scale", "_scales", "_scale_inv", "_zero_point")
 """Endings of the names of tensors that belong to another one."""
@@ -170,7 +170,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 def part_of(name: str, shape: tuple[int, ...]) -> str:
     """The part of the model that a parameter belongs to: as `edgexpert.model.blocks.bytes_by_part` has them."""
-    if re.search(r"(^|\.)(embed_tokens|wte|embed_in|token_embd)\.", name):
+    if re.search(r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|token_embd)\.", name):
         return "embeddings"
     if re.search(r"(^|\.)(lm_head|embed_out)\.weight$|^output\.weight$", name):
         return "lm_head"
