@@ -62,6 +62,7 @@ SIZES: list[tuple[str, int]] = [  # the first pattern that matches a whole field
 ]
 FILLED = {"attn_config": {"rope_theta": 10000.0}}
 """Nested fields that the library's own defaults lack."""
+ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 SWITCHES = r"is_moe|enable_moe_block|use_sliding_window"
 """Fields that give a model what its name promises: experts, or a window."""
 NEEDED = (
@@ -86,7 +87,12 @@ def text_models() -> list[str]:
 
 
 def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
-    """The configuration of a model type with every size shrunk."""
+    """The configuration of a model type with every size shrunk.
+
+    Args:
+        name: of the type; "TYPE:attention" has full attention in every layer.
+    """
+    name, _, variant = name.partition(":")
     kind = CONFIG_MAPPING[name]
     default = kind()
     layers = int(default.num_hidden_layers)
@@ -102,6 +108,8 @@ def tiny_config(name: str, **changes: Any) -> PreTrainedConfig:
     if "qk_nope_head_dim" in shrunk and fields.get("head_dim", 0) > fields["qk_rope_head_dim"]:
         shrunk["head_dim"] = shrunk["qk_nope_head_dim"] + shrunk["qk_rope_head_dim"]
     if "layer_types" in shrunk and shrunk["layer_types"] is None and kind(**shrunk).layer_types is None:
+        shrunk["layer_types"] = ["full_attention"] * LAYERS
+    if variant:
         shrunk["layer_types"] = ["full_attention"] * LAYERS
     shrunk |= dict(tie_word_embeddings=False, initializer_range=STD, bos_token_id=0, eos_token_id=1, pad_token_id=None)
     return kind(**{**shrunk, **changes})
@@ -161,7 +169,29 @@ def has_experts(model: nn.Module) -> bool:
                or name.endswith("experts") for name, module in model.named_modules())
 
 
+def moe_architectures() -> list[str]:
+    """Names of all architectures with experts; behind a colon, a variant that has attention in every layer."""
+    quiet()
+    return [name for own in text_models() for name in (own, f"{own}:attention") if _is_architecture(name)]
+
+
+def _is_architecture(name: str) -> bool:
+    try:
+        config = tiny_config(name)
+        with torch.device("meta"):
+            found = has_experts(AutoModelForCausalLM.from_config(config))
+        if not found or ":" not in name:
+            return found
+        types = set(getattr(tiny_config(name.partition(":")[0]), "layer_types", None) or [])
+        if types <= ATTENTION_TYPES:
+            return False
+        tiny_model(config).generate(torch.arange(2, 8)[None], max_new_tokens=2, pad_token_id=0)  # the library runs it
+    except Exception:  # no such model can be made; without a variant: of a model without experts, in all cases known
+        return False
+    return True
+
+
 def quiet() -> None:
     """Silences what tiny configurations make the library say."""
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)

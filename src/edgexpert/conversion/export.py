@@ -1,7 +1,8 @@
 """A packed checkpoint back as a compressed-tensors one, for vLLM and everything else that reads that format.
 
 Codes, scales and zero points are those of the packed checkpoint. Parts with 16 bits, the lm_head among them, are written as
-bfloat16 weights; a tied lm_head is left to the embeddings, as the format's readers expect.
+bfloat16 weights. Experts of families whose checkpoints hold all of a layer's in one tensor, for which the format has no place,
+are written as float16 weights; a tied lm_head is left to the embeddings, as the format's readers expect.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from edgexpert.conversion.convert import Advance
 from edgexpert.conversion.sources.compressed_tensors import FORMAT, PACKED, WEIGHT, require_library
 from edgexpert.conversion.sources.huggingface import EXTRAS, INDEX
 from edgexpert.conversion.sources.source import meta_model
-from edgexpert.core.errors import UserError
 from edgexpert.core.library import revert_weight_conversion
 from edgexpert.core.output import new_folder, synced, writing
 from edgexpert.weights.files import Pack
@@ -44,6 +44,10 @@ class Exporter:
     def names(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """A parameter under the checkpoint's names: experts' tensors one by one where the family stores them so."""
         return revert_weight_conversion(self.model, {name: tensor})
+
+    def has_place(self, name: str) -> bool:
+        """Whether the format can hold a parameter's integers: it knows matrices alone, one for each expert."""
+        return all(part.dim() == 2 for part in self.names(name, self.model.get_parameter(name)).values())
 
     def parts(self, name: str, codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int) -> dict[str, Tensor]:
         """The tensors of a parameter with signed codes [.., N, C], scales and zero points [.., N, C / group]."""
@@ -77,15 +81,11 @@ class Exporter:
         stored: dict[str, Tensor] = {}
         for part, matrices in self.pack.experts(layer).items():
             name = layer.parameters[part]
-            if matrices.bits == 16:
-                weight = torch.stack([dequantise(matrices[e]).bfloat16() for e in range(layer.experts)])
+            if matrices.bits == 16 or not self.has_place(name):
+                stored_as = torch.bfloat16 if matrices.bits == 16 else torch.float16  # the type of the scales
+                weight = torch.stack([dequantise(matrices[e]).to(stored_as) for e in range(layer.experts)])
                 stored.update(self.names(name, weight if layer.transposed else weight.transpose(1, 2).contiguous()))
                 continue
-            if layer.transposed:
-                raise UserError(
-                    f"the model type {self.pack.config.model_type} stores its experts "
-                    "in a way that this format has no place for"
-                )
             codes, scales, zeros = zip(*(signed(matrices[e]) for e in range(layer.experts)), strict=True)
             joined = None if zeros[0] is None else torch.stack(zeros)
             stored.update(self.parts(name, torch.stack(codes), torch.stack(scales), joined, matrices.bits))

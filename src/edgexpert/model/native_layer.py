@@ -22,6 +22,8 @@ from edgexpert.model.blocks import MoeBlock, decoder_layers
 from edgexpert.model.cache import TreeCache, TreeLayer
 from edgexpert.model.running import StageChoices
 
+ARGUMENTS = {"attention_mask", "position_ids", "position_embeddings", "cache", "use_cache", "output_router_logits"}
+"""What a model may tell its layers without telling them more than the native ones know."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -63,13 +65,14 @@ class NativeLayer:
             store=weights.store if weights.store is not None and weights.store.watches else None,
         )
 
-    def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer: [1, T, H] -> [1, T, H]. Goes back to the library's where it is asked for more than a stage."""
-        cache = kwargs.get("cache")
+        cache, rotary = kwargs.get("cache"), kwargs.get("position_embeddings")
         watched = ALL_ATTENTION_FUNCTIONS[ATTENTION] is not attention_interface
-        if not isinstance(cache, TreeCache) or len(hidden_states) != 1 or watched:
-            return self.library(hidden_states, attention_mask=attention_mask, **kwargs)
-        between = self.attend(hidden_states.contiguous(), attention_mask, cache, *kwargs["position_embeddings"])
+        more = args or any(value is not None for name, value in kwargs.items() if name not in ARGUMENTS)
+        if not isinstance(cache, TreeCache) or len(hidden_states) != 1 or watched or rotary is None or more:
+            return self.library(hidden_states, *args, **kwargs)
+        between = self.attend(hidden_states.contiguous(), kwargs.get("attention_mask"), cache, *rotary)
         host = getattr(self.block.experts, "_edgexpert", (None,))[0] if self.experts is not None else None
         running = host.running if host is not None else None
         if host is None or running is None or not running.is_native:

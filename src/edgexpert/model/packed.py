@@ -14,20 +14,15 @@ from edgexpert.core.errors import UserError
 from edgexpert.core.library import (
     ALL_EXPERTS_FUNCTIONS,
     activation,
-    attention_implementation,
     compute_buffers,
-    experts_implementation,
-    forward_arguments,
-    use_implementations,
 )
 from edgexpert.core.routing import Routing
 from edgexpert.kernels.experts import PackedExpertWeights, run_experts
 from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RowNorm, SteadyRows
 from edgexpert.kernels.reference import ACTIVATIONS
-from edgexpert.model.blocks import MoeBlock, decoder_layers
-from edgexpert.model.cache import TreeCache
+from edgexpert.model.blocks import MoeBlock
 from edgexpert.model.native_layer import use_native_layers
-from edgexpert.model.supported import check_supported, known_blocks
+from edgexpert.model.supported import check_supported, known_blocks, run_without_numbers
 from edgexpert.weights.files import Pack
 from edgexpert.weights.manifest import LayerLayout
 from edgexpert.weights.matrix import PackedMatrix
@@ -108,20 +103,7 @@ def check_packable(model: PreTrainedModel) -> None:
     """
     for block in known_blocks(model):
         packed_activation(block)
-    attention = attention_implementation(model)
-    experts = experts_implementation(model)
-    use_implementations(model, ATTENTION, SHAPES_ALONE)
-    try:
-        ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-        model(input_ids=ids, **forward_arguments(model, TreeCache(len(decoder_layers(model)), 2)))
-    except (RuntimeError, NotImplementedError):
-        pass  # something in it needs numbers: attention came to its turn before
-    finally:
-        use_implementations(model, attention, experts)
-
-
-SHAPES_ALONE = "edgexpert_shapes"
-ALL_EXPERTS_FUNCTIONS.register(SHAPES_ALONE, lambda module, x, *args, **kwargs: torch.zeros_like(x))
+    run_without_numbers(model, ATTENTION)
 
 
 def packed_activation(block: MoeBlock) -> str:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import re
 
+import torch
 from transformers import PreTrainedModel
 
 from edgexpert.core.errors import UserError
-from edgexpert.core.library import DynamicIndexedLayer, LinearAttentionCacheLayerMixin, cache_layers
-from edgexpert.model.blocks import MoeBlock, find_blocks
+from edgexpert.core.library import (
+    ALL_EXPERTS_FUNCTIONS,
+    DynamicIndexedLayer,
+    LinearAttentionCacheLayerMixin,
+    attention_implementation,
+    cache_layers,
+    experts_implementation,
+    forward_arguments,
+    use_implementations,
+)
+from edgexpert.model.blocks import MoeBlock, decoder_layers, find_blocks
+from edgexpert.model.cache import TreeCache
 
 KEYS_AND_VALUES = ("DynamicLayer", "DynamicSlidingWindowLayer")
 
@@ -26,7 +37,7 @@ def known_blocks(model: PreTrainedModel) -> list[MoeBlock]:
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Token trees must be able to go through a model.
+    """Token trees must be able to go through a model, which is on the meta device.
 
     Raises:
         UserError: they cannot; the text says why.
@@ -35,6 +46,32 @@ def check_supported(model: PreTrainedModel) -> None:
     if reason is not None:
         raise UserError(_name(model) + reason)
     known_blocks(model)
+    try:
+        run_without_numbers(model, attention_implementation(model))
+    except (ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
+        first_line = str(error).split("\n")[0][:160].rstrip(".")
+        raise UserError(f"{_name(model)}does not run with the cache of token trees ({first_line}); give another model") from error
+
+
+def run_without_numbers(model: PreTrainedModel, attention: str) -> None:
+    """Two tokens through a model on the meta device, with an attention by name.
+
+    Raises:
+        UserError, ValueError, TypeError, AttributeError, KeyError, AssertionError: what some part of it does not take.
+    """
+    own = attention_implementation(model), experts_implementation(model)
+    use_implementations(model, attention, SHAPES_ALONE)
+    ids, cache = torch.zeros(1, 2, dtype=torch.int64, device="meta"), TreeCache(len(decoder_layers(model)), 2)
+    try:
+        model(input_ids=ids, position_ids=torch.arange(2, device="meta")[None], **forward_arguments(model, cache))
+    except (RuntimeError, NotImplementedError):
+        pass  # something in it needs numbers; what comes before has been tried
+    finally:
+        use_implementations(model, *own)
+
+
+SHAPES_ALONE = "edgexpert_shapes"
+ALL_EXPERTS_FUNCTIONS.register(SHAPES_ALONE, lambda module, x, *args, **kwargs: torch.zeros_like(x))
 
 
 def _name(model: PreTrainedModel) -> str:
