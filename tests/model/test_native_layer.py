@@ -18,6 +18,7 @@ from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import native
 from edgexpert.model import packed
 from edgexpert.model.blocks import find_blocks
+from edgexpert.model.cache import TreeCache
 from edgexpert.model.host import HostedModel
 from edgexpert.model.native_layer import NativeLayer, use_native_layers
 from edgexpert.policy import PRESETS, Techniques
@@ -95,6 +96,40 @@ def test_a_layer_that_computes_something_else_is_not_replaced(load: Load, monkey
 
     monkeypatch.setattr(type(library.base_model.layers[1].self_attn), "forward", doubled)
     assert use_native_layers(library, find_blocks(library)) == 1
+
+
+def test_a_layer_that_adds_something_to_its_halves_is_not_replaced(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, library = load("qwen3_moe")
+    kind = type(library.base_model.layers[0])
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, *args, **kwargs: forward(self, *args, **kwargs) * 1.5)
+    assert use_native_layers(library, find_blocks(library)) == 0
+
+
+def test_experts_with_something_beside_them_stay_the_librarys(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, library = load("qwen3_moe")
+    expected = logits(library)
+    kind = type(library.base_model.layers[0].mlp)
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x) + 0.5 * x)
+    changed = logits(library)
+    assert not torch.allclose(changed, expected, rtol=0.1)
+    assert use_native_layers(library, find_blocks(library)) == LAYERS  # their attention
+    assert all(layer.forward.experts is None for layer in library.base_model.layers)
+    torch.testing.assert_close(logits(library), changed, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_is_told_more_than_it_was_tried_with_is_the_librarys(load: Load) -> None:
+    ours, _ = load("qwen3_moe")
+    layer, x = ours.base_model.layers[0].forward, torch.randn(1, 3, 64)
+    told: list[dict[str, object]] = []
+    layer.library = lambda hidden_states, **kwargs: (told.append(kwargs), hidden_states)[1]
+    cache = TreeCache(LAYERS, 8)
+    rotary = ours.base_model.rotary_emb(x, position_ids=torch.arange(3)[None])
+    for more in (dict(per_layer_input=x), dict(position_embeddings=None)):
+        assert layer(x, **{"attention_mask": None, "cache": cache, "position_embeddings": rotary, **more}) is x
+    assert len(told) == 2 and cache.length == 0
+    assert layer(x, attention_mask=None, cache=cache, position_embeddings=rotary) is not x and cache.length == 3
 
 
 def test_attention_that_a_policy_watches_is_the_librarys(load: Load) -> None:

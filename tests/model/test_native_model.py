@@ -109,6 +109,22 @@ def test_a_model_that_does_something_else_around_its_layers_runs_layer_by_layer(
     assert native_model(model) is None
 
 
+def test_a_model_that_does_something_between_its_layers_runs_layer_by_layer(load: Load) -> None:
+    model = load("qwen3_moe")
+    assert native_model(model) is not None
+    model.base_model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * 1.5, *args[1:]))
+    assert native_model(model) is None
+
+
+def test_a_window_of_all_layers_is_seen_by_the_one_call(load: Load) -> None:
+    host = HostedModel(load("mixtral", sliding_window=6))
+    assert host.native is not None
+    ours = run(host)[0]
+    host.native = None
+    for a, b in zip(ours, run(host)[0], strict=True):
+        torch.testing.assert_close(a.logits, b.logits, rtol=1e-4, atol=1e-4)
+
+
 def test_policies_take_turns_on_one_cache(load: Load) -> None:
     host = HostedModel(load("olmoe"))
     cache, policy = host.new_cache(40), host.resolve(PRESETS["edgexpert"])
