@@ -248,7 +248,7 @@ def packed(row: Row, source: Path, folder: Path, bits: tuple[int, ...]) -> str |
     whole = load(16)
     row.native = how_native(whole)
     text, logits = greedy(library(source), prompt)
-    near(plain(whole, prompt, text), logits, "16 bits against the library")
+    near(plain(whole, prompt, text), logits, "16 bits against the library", 1e-3)
     for width in bits:
         host = load(width)
         one_by_one = plain(host, prompt, text)
@@ -256,18 +256,22 @@ def packed(row: Row, source: Path, folder: Path, bits: tuple[int, ...]) -> str |
             raise Differs(f"{width} bits, trees against plain decoding")
         if host.native is not None:
             host.native = None
-            near(plain(host, prompt, text), one_by_one, f"{width} bits, one call against layer by layer")
+            near(plain(host, prompt, text), one_by_one, f"{width} bits, one call against layer by layer", 1e-4)
         with mock.patch.object(native, "path", return_value="torch"):
-            near(plain(load(width), prompt, text), one_by_one, f"{width} bits, PyTorch against compiled kernels")
+            near(plain(load(width), prompt, text), one_by_one, f"{width} bits, PyTorch against compiled kernels", 5e-2)
         if row.policies == "run":
             policies(host.model)
     return None
 
 
-def near(ours: Tensor, theirs: Tensor, what: str) -> None:
-    """The same logits but for rounding, which may send a token or two to another expert."""
+def near(ours: Tensor, theirs: Tensor, what: str, limit: float) -> None:
+    """The same logits but for rounding, which may send a token or two to another expert.
+
+    Args:
+        limit: of the relative error of most tokens.
+    """
     errors = torch.tensor([error(a, b) for a, b in zip(ours, theirs, strict=True)])
-    if errors.median() > 5e-2 or (errors > 0.2).float().mean() > 0.2:
+    if errors.median() > limit or (errors > 10 * limit).float().mean() > 0.2:
         raise Differs(f"{what}, logits by {float(errors.median()):.2g} in the median, {float(errors.max()):.2g} at most")
 
 

@@ -130,6 +130,8 @@ def tied_weights(model: PreTrainedModel) -> dict[str, str]:
 def compute_buffers(model: PreTrainedModel) -> None:
     """Computes what no checkpoint stores, such as rotary frequencies, where it is still on the meta device."""
     for module in model.modules():
+        for name in [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]:
+            delattr(module, name)  # what a pass without numbers left behind; made anew when it is wanted
         missing = [name for name in module._non_persistent_buffers_set if module.get_buffer(name).is_meta]
         if not missing:
             continue

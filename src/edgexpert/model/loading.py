@@ -106,7 +106,15 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
         raise UserError(f"a safetensors file of {name} is damaged or truncated ({error}); download it again") from error
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise UserError(_explain(name, folder, error)) from error
-    return LoadedModel(model.to(device), tokenizer, name, folder)
+    return LoadedModel(model.to(device), tokenizer, name, folder, _rounding_notes(model.dtype))
+
+
+def _rounding_notes(dtype: torch.dtype) -> tuple[str, ...]:
+    """Where trees may give another text than plain decoding."""
+    if dtype == torch.float32:
+        return ()
+    return (f"in {str(dtype).removeprefix('torch.')} a draft may change the text where two tokens or two experts score alike but "
+            "for rounding; float32 has no such ties",)
 
 
 def _notes(pack: Path) -> tuple[str, ...]:
