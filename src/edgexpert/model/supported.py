@@ -32,7 +32,7 @@ def known_blocks(model: PreTrainedModel) -> list[MoeBlock]:
     """
     blocks = find_blocks(model)
     if not blocks:
-        raise UserError(_name(model) + _why_no_blocks(model))
+        raise UserError(f"the model {_name(model)} {_why_no_blocks(model)}")
     return blocks
 
 
@@ -44,13 +44,15 @@ def check_supported(model: PreTrainedModel) -> None:
     """
     reason = _why_no_cache(model)
     if reason is not None:
-        raise UserError(_name(model) + reason)
+        raise UserError(f"the model {_name(model)} {reason}")
     known_blocks(model)
     try:
         run_without_numbers(model, attention_implementation(model))
     except (ValueError, TypeError, AttributeError, KeyError, AssertionError) as error:
         first_line = str(error).split("\n")[0][:160].rstrip(".")
-        raise UserError(f"{_name(model)}does not run with the cache of token trees ({first_line}); give another model") from error
+        raise UserError(
+            f"the model {_name(model)} does not run with the cache of token trees ({first_line}); give another model"
+        ) from error
 
 
 def run_without_numbers(model: PreTrainedModel, attention: str) -> None:
@@ -75,7 +77,7 @@ ALL_EXPERTS_FUNCTIONS.register(SHAPES_ALONE, lambda module, x, *args, **kwargs: 
 
 
 def _name(model: PreTrainedModel) -> str:
-    return f"the model {model.config.name_or_path or 'at hand'} (model type {model.config.get_text_config().model_type}) "
+    return f"{model.config.name_or_path or 'at hand'} (model type {model.config.get_text_config().model_type})"
 
 
 def _why_no_blocks(model: PreTrainedModel) -> str:
