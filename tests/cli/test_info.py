@@ -97,9 +97,10 @@ def test_a_dense_model_is_refused_with_one_sentence(run: Run, tmp_path: Path) ->
 
 
 def test_a_model_of_the_hub_that_is_not_here_is_answered_with_pull(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = run("info", "nobody/nothing")
     assert result.exit_code == 2
-    assert "edgexpert pull nobody/nothing" in result.stderr
+    assert "where there is a network: edgexpert pull nobody/nothing" in result.stderr
 
 
 def test_memory_says_how_much_context_fits() -> None:

@@ -52,6 +52,9 @@ def cli(home: Path, address: str, *arguments: str, offline: str = "0") -> subpro
 
 def test_a_model_is_pulled_listed_told_of_and_run(repositories: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
     with serve(Hub(repositories)) as hub:
+        before = cli(tmp_path, hub.address, "info", "tiny/olmoe", "--json")
+        assert before.returncode == 0, before.stderr
+        assert not list(tmp_path.rglob("*.safetensors")), "headers alone were read"
         pulled = cli(tmp_path, hub.address, "pull", "tiny/olmoe", "--json")
         assert pulled.returncode == 0, pulled.stderr
         place = json.loads(pulled.stdout)
@@ -64,7 +67,10 @@ def test_a_model_is_pulled_listed_told_of_and_run(repositories: dict[str, dict[s
     listed = cli(tmp_path, hub.address, "list", "--json", offline="1")
     model = next(model for model in json.loads(listed.stdout)["models"] if model["place"] == "hub")
     assert (model["name"], model["family"], model["experts"], model["draft"]) == ("tiny/olmoe", "olmoe", 8, "eagle3")
-    assert json.loads(cli(tmp_path, hub.address, "info", "tiny/olmoe", "--json", offline="1").stdout)["experts"] == 8
+    after = json.loads(cli(tmp_path, hub.address, "info", "tiny/olmoe", "--draft", "none", "--json", offline="1").stdout)
+    told = json.loads(before.stdout)
+    assert (after["experts"], after["bytes"], after["top_k"]) == (8, told["bytes"], told["top_k"])
+    assert (told["chat_template"], after["chat_template"]) == (None, False)
     ran = cli(tmp_path, hub.address, "generate", "--draft", "ngram", "--model", "tiny/olmoe", "--max-new-tokens", "3", "--json",
               "abc", offline="1")
     assert json.loads(ran.stdout)["model"] == "tiny/olmoe", ran.stderr

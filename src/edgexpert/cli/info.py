@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -121,14 +122,45 @@ def find_facts(name: str) -> Facts:
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and path.is_file():
         return read_facts(path)
-    folder = local_folder(name) or cached_folder(name)
+    folder = local_folder(name)
     if folder is None:
-        raise UserError(f"the model {name} is not in the cache of the Hub; get it first with: edgexpert pull {name}")
+        folder = cached_folder(name)
+        if folder is None or not list(folder.glob("*.safetensors")):  # of some, the configuration alone was asked for before
+            return facts_at_hub(name)
     return read_facts(folder)
 
 
-def has_chat_template(path: Path) -> bool:
-    """Whether a chat template lies with a checkpoint's tokenizer."""
+def facts_at_hub(name: str) -> Facts:
+    """The facts of a model that was not downloaded: its configuration and the headers of its files are, and forgotten again.
+
+    Raises:
+        UserError: it cannot be had.
+    """
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    from edgexpert.cli.pull import explain, quietly
+    from edgexpert.weights.facts import facts_of, read_config
+    from edgexpert.weights.headers import of_shape
+
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"the model {name} is not in the Hub's cache; get it where there is a network: edgexpert pull {name}")
+    with TemporaryDirectory() as place, quietly():
+        try:
+            huggingface_hub.hf_hub_download(name, "config.json", local_dir=place)
+            files = huggingface_hub.get_safetensors_metadata(name).files_metadata.values()
+        except Exception as error:  # the Hub's client raises errors of many kinds
+            raise UserError(explain(name, None, error)) from error
+        tensors = {tensor: header for file in files for tensor, header in file.tensors.items()}
+        headers = {tensor: of_shape(str(header.dtype), list(header.shape)) for tensor, header in tensors.items()}
+        facts = facts_of(Path(place), read_config(Path(place)), headers)
+        return replace(facts, disk=sum(header.bytes for header in headers.values()))
+
+
+def has_chat_template(path: Path) -> bool | None:
+    """Whether a chat template lies with a checkpoint's tokenizer; None for a checkpoint that is not here."""
+    if not path.exists():
+        return None
     if path.is_file():
         from edgexpert.weights.headers import gguf_headers
 
@@ -182,7 +214,7 @@ def print_facts(facts: dict[str, Any]) -> None:
         "experts": f"{facts['experts']}, of which {facts['top_k']} for each token",
         "parameters": f"{facts['parameters']:,} stored as {facts['dtype']}, {readable_bytes(facts['disk_bytes'])} on disk",
         "context": f"{facts['context']:,} tokens",
-        "chat template": "yes" if facts["chat_template"] else "no",
+        "chat template": {True: "yes", False: "no", None: "not known before it is downloaded"}[facts["chat_template"]],
     })
     memory = facts["memory"]
     print_pairs(f"bytes by part, in memory ({memory['form']})", {

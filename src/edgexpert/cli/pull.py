@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,25 +53,36 @@ def download(name: str, revision: str | None, file: str | None) -> tuple[Path, i
     """
     import huggingface_hub
     from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    progress = sys.stderr.isatty() and not are_progress_bars_disabled()
-    disable_progress_bars()
     try:
-        planned: list[Any] = huggingface_hub.snapshot_download(name, revision=revision, dry_run=True)  # type: ignore[assignment]
+        with quietly():
+            planned: list[Any] = huggingface_hub.snapshot_download(name, revision=revision, dry_run=True)  # type: ignore[assignment]
         sizes = {each.filename: each.file_size for each in planned}
         chosen = [file] if file is not None else list(wanted(sizes))
         check_choice(name, chosen, sizes, file)
         new = sum(each.file_size for each in planned if each.filename in chosen and each.will_download)
         check_room(name, new, Path(constants.HF_HUB_CACHE))
-        if progress:
-            enable_progress_bars()
-        folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=chosen))
+        with nullcontext() if sys.stderr.isatty() else quietly():
+            folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=chosen))
     except UserError:
         raise
     except Exception as error:  # the Hub's client raises errors of many kinds, those of its HTTP library among them
         raise UserError(explain(name, revision, error)) from error
     return folder / file if file is not None else folder, new
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without the progress bars of the Hub's client."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
 
 
 def wanted(names: Iterable[str]) -> Iterable[str]:

@@ -116,7 +116,6 @@ def read_facts(path: Path) -> Facts:
     if path.suffix == ".gguf" and path.is_file():
         return _gguf(path)
     config = read_config(path)
-    kind: Kind
     if (path / MANIFEST).is_file():
         manifest = _read_json(path / MANIFEST)
         try:
@@ -126,6 +125,12 @@ def read_facts(path: Path) -> Facts:
         random = manifest.get("dummy") is True
         return _facts(path, "packed", f"packed {bits} bits", config, weights, bits=bits, random=random)
     headers = {name: header for file in weight_files(path) for name, header in safetensors_headers(file).items()}
+    return facts_of(path, config, headers)
+
+
+def facts_of(path: Path, config: Mapping[str, Any], headers: Mapping[str, Header]) -> Facts:
+    """The facts of a checkpoint that is not packed, by its configuration and the headers of its files."""
+    kind: Kind
     method = (config.get("quantization_config") or {}).get("quant_method")
     largest = Counter[str]()
     for header in headers.values():
