@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ from edgexpert.runtime.engine import Engine
 from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.eagle3_draft import Eagle3Draft
 from edgexpert.speculation.loading import load_draft
-from edgexpert.speculation.ngram import NgramDraft
 from edgexpert.weights.files import Pack
 from tests.packs import make_pack
+from tests.speculation.drafts import RandomDraft
 
 FAMILIES = ("granitemoe", "olmoe", "deepseek_v2", "qwen3_moe")
 @pytest.mark.parametrize("family", FAMILIES)
@@ -40,22 +41,35 @@ def test_logits_of_a_16_bit_pack_are_those_of_the_library_on_the_same_weights(fa
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+@pytest.fixture(params=["auto", "torch"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Native kernels, where there are any, and PyTorch."""
+    monkeypatch.setenv("EDGEXPERT_KERNELS", request.param)
+    native.path.cache_clear()
+    yield request.param
+    monkeypatch.undo()
+    native.path.cache_clear()
+
+
+TREE = TokenTree(
+    torch.tensor([7, 30, 31, 40, 41, 50, 51, 60, 61, 70]), torch.tensor([-1, 0, 0, 1, 2, 3, 3, 5, 5, 7]), torch.zeros(10)
+)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_tree_on_packed_weights_gives_plain_decoding_bit_for_bit(family: str, bits: int, tmp_path: Path) -> None:
-    if native.path() == "torch":
-        pytest.skip("PyTorch's products depend on what else is in the call")
     host = HostedModel(load_model(str(make_pack(family, tmp_path, Options(bits, 32)))).model)
-    prompt, tokens = torch.arange(2, 20), torch.tensor([7, 30, 31, 40, 41, 50])
-    tree = TokenTree(tokens, torch.tensor([-1, 0, 0, 1, 2, 3]), torch.zeros(6))
+    prompt = torch.arange(2, 20)
     cache = host.new_cache(40)
     host.run(Stage.prefill(prompt), cache)
-    together = host.run(Stage.verify(tree, cache.length), cache).logits
-    for path in ([0, 1, 3, 5], [0, 2, 4]):
+    together = host.run(Stage.verify(TREE, cache.length), cache).logits
+    for path in ([0, 1, 3, 5, 7, 9], [0, 1, 3, 5, 8], [0, 1, 3, 6], [0, 2, 4]):
         plain = host.new_cache(40)
         host.run(Stage.prefill(prompt), plain)
         for node in path:
-            alone = host.run(Stage.verify(TokenTree.of_root(int(tokens[node])), plain.length), plain).logits[0]
+            alone = host.run(Stage.verify(TokenTree.of_root(int(TREE.tokens[node])), plain.length), plain).logits[0]
             assert torch.equal(alone, together[node]), (path, node)
 
 
@@ -97,16 +111,17 @@ def test_techniques_read_what_they_plan_and_stay_near_the_library_on_the_same_pl
     torch.testing.assert_close(ours.logits[0], theirs.logits[0], atol=1e-3, rtol=1e-3)
 
 
-def test_text_is_the_same_with_and_without_a_draft(tmp_path: Path) -> None:
-    if native.path() == "torch":
-        pytest.skip("PyTorch's products depend on what else is in the call")
-    loaded = load_model(str(make_pack("qwen3_moe", tmp_path)))
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_is_the_same_with_and_without_a_draft(family: str, tmp_path: Path) -> None:
+    loaded = load_model(str(make_pack(family, tmp_path, num_hidden_layers=3)))
     texts = []
-    for draft in (None, NgramDraft()):
+    for draft in (None, RandomDraft(128)):
         engine = Engine(HostedModel(loaded.model), loaded.tokenizer, name="tiny", draft=draft)
-        got = engine.generate("abcabcabcabc", max_new_tokens=40, ignore_eos=True, tree=TreeShape(size=8))
-        texts.append(got.token_ids)
-    assert texts[0] == texts[1]
+        for size in (7, 12):
+            got = engine.generate("abcabcabcabc", max_new_tokens=20, ignore_eos=True, tree=TreeShape(size=size))
+            texts.append(got.token_ids)
+    assert all(text == texts[0] for text in texts)
 
 
 def test_bytes_by_part_are_those_of_the_file(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from edgexpert.core.errors import UserError
 from edgexpert.core.library import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-from edgexpert.kernels import dense, native
+from edgexpert.kernels import dense, native, rows
 from edgexpert.weights.matrix import PackedMatrix
 
 ATTENTION = "edgexpert"
@@ -49,8 +49,6 @@ class FloatEmbedding(nn.Embedding):
         return super().forward(input).float()
 
 
-LANES = 64
-"""More elements than any processor's loop takes at once."""
 _ELEMENTWISE = {
     function for name in ("sigmoid", "silu", "softplus", "tanh", "exp", "gelu", "log", "sqrt", "rsqrt", "mish", "logsigmoid")
     for owner in (torch, Tensor, F) if (function := getattr(owner, name, None)) is not None
@@ -58,18 +56,13 @@ _ELEMENTWISE = {
 
 
 class SteadyRows(TorchFunctionMode):
-    """While open, PyTorch gives a token the same bits whatever else shares the call, as our kernels do.
-
-    Its loops compute the last elements of a tensor in another way than the others, and its products have an order of sums that
-    depends on their size. Elementwise functions get a multiple of `LANES` elements here, and float products go to our own.
-    """
+    """While open, the library's own elementwise functions and float products give a token the same bits whatever else shares
+    the call, as our kernels do."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ELEMENTWISE and args and isinstance(args[0], Tensor) and args[0].numel() % LANES:
-            x = args[0]
-            padded = F.pad(x.reshape(-1), (0, -x.numel() % LANES))
-            return func(padded, *args[1:], **kwargs)[: x.numel()].view(x.shape)
+        if func in _ELEMENTWISE and args and isinstance(args[0], Tensor):
+            return rows.elementwise(func, *args, **kwargs)
         if func is F.linear and len(args) >= 2 and not args[1].is_meta and args[0].dtype == args[1].dtype == torch.float32:
             bias = args[2] if len(args) > 2 else kwargs.get("bias")
             out = dense.linear(args[0], args[1])

@@ -4,6 +4,7 @@ All outputs of an input channel are one row, so that a skipped channel is a skip
 8 bits token by token (scale = largest magnitude of the whole row / 127, before any channel is left out; halves round to even),
 products are summed as integers within a group of channels, and the groups are added in float32 in ascending order, in four parts
 that are added in their order: threads can share the channels of a matrix. 16-bit weights take float activations as they are.
+Here, too, a token's result is the same whatever other tokens share the call.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from edgexpert.kernels import rows
 from edgexpert.weights.matrix import PackedExperts, PackedMatrix, integers
 
 RUNS = 4
@@ -64,7 +66,7 @@ def _product(x: Tensor, matrix: PackedMatrix, selected: Tensor | None, bias: Ten
     """x [n, C] times the matrix -> [n, N]; ``selected`` is a bool mask that broadcasts to x."""
     q, scales, zeros = integers(matrix)
     if scales is None:
-        out = (x if selected is None else x * selected) @ q
+        out = rows.product(x if selected is None else x * selected, q)
     else:
         x, x_scale = quantise_activations(x)
         if selected is not None:
@@ -74,8 +76,8 @@ def _product(x: Tensor, matrix: PackedMatrix, selected: Tensor | None, bias: Ten
         for p in range(RUNS):
             part = x.new_zeros(len(x), q.shape[1])
             for g in range(p * len(scales) // RUNS, (p + 1) * len(scales) // RUNS):
-                rows = slice(g * matrix.group, (g + 1) * matrix.group)
-                part = part + (x[:, rows].to(exact) @ (q[rows] - zeros[g]).to(exact)).float() * scales[g]
+                own = slice(g * matrix.group, (g + 1) * matrix.group)
+                part = part + (x[:, own].to(exact) @ (q[own] - zeros[g]).to(exact)).float() * scales[g]
             out = out + part
         out = out * x_scale
     out = out[:, : matrix.outputs]
@@ -93,11 +95,11 @@ def _grouped(
     """x [P, C], a row for each pair, times the matrices of the pairs' experts -> [P, N]."""
     out = x.new_zeros(len(x), experts.outputs)
     for u, expert in enumerate(pairs.experts.tolist()):
-        rows = slice(int(pairs.offsets[u]), int(pairs.offsets[u + 1]))
+        own = slice(int(pairs.offsets[u]), int(pairs.offsets[u + 1]))
         selected = None if loaded is None else loaded[expert]
         if compute is not None:
-            selected = compute[rows] if selected is None else compute[rows] & selected
-        out[rows] = _product(x[rows], experts[expert], selected, None if bias is None else bias[expert])
+            selected = compute[own] if selected is None else compute[own] & selected
+        out[own] = _product(x[own], experts[expert], selected, None if bias is None else bias[expert])
     return out
 
 
@@ -122,9 +124,9 @@ def gate_up(
     """
     y = _grouped(x[pairs.tokens], experts, pairs, loaded, compute, bias)
     if not gated:
-        return ACTIVATIONS[activation](y)
+        return rows.elementwise(ACTIVATIONS[activation], y)
     gate, up = y.chunk(2, 1)
-    return ACTIVATIONS[activation](gate) * up
+    return rows.elementwise(ACTIVATIONS[activation], gate) * up
 
 
 def down(
@@ -141,6 +143,6 @@ def down(
     y = _grouped(activations, experts, pairs, loaded, compute, bias)
     out = y.new_zeros(tokens, experts.outputs)
     for u in range(len(pairs.experts)):  # a token is at most once with an expert
-        rows = slice(int(pairs.offsets[u]), int(pairs.offsets[u + 1]))
-        out[pairs.tokens[rows]] += weights[rows, None] * y[rows]
+        own = slice(int(pairs.offsets[u]), int(pairs.offsets[u + 1]))
+        out[pairs.tokens[own]] += weights[own, None] * y[own]
     return out
