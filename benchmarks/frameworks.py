@@ -55,7 +55,7 @@ def make_drafts(engine: Engine, eagle3: str, medusa: str | None, little: str | N
         is_moe = isinstance(draft, CausalDraft) and find_blocks(draft.model)
         drafts[name] = MoeDraft(draft.model, vocab_size) if is_moe else draft
     for bits in SELF_DRAFT_BITS:
-        drafts[f"low-bit {bits}"] = MoeDraft(load_model(engine.name).model, vocab_size, bits)
+        drafts[f"low-bit {bits}"] = MoeDraft(load_model(engine.name, dtype="float32").model, vocab_size, bits)
     return drafts
 
 
@@ -111,7 +111,7 @@ def main(
     tree_depth: int = 6,
     out: Annotated[Path, typer.Option(help="folder of the result, which `edgexpert reproduce` draws")] = REPRODUCED,
 ) -> None:
-    engine = edgexpert.load(model, draft="none")
+    engine = edgexpert.load(model, draft="none", dtype="float32")
     shape = TreeShape(size=tree_size, depth=tree_depth)
     prompts = [prompt for prompt, _ in cut_texts(engine, texts, prompt_tokens, 0, limit)]
     drafts = make_drafts(engine, draft, medusa, little)

@@ -61,9 +61,3 @@ def test_a_checkpoint_of_weights_that_were_learned_has_no_such_note(run: Run, ti
     assert run("convert", tiny_checkpoint, tmp_path / "packed", "--group-size", 8).exit_code == 0
     result = run("generate", "--model", tmp_path / "packed", "--max-new-tokens", 3, "--json", "abc")
     assert "packed weights" in result.stdout and "random weights" not in result.stdout
-
-
-def test_a_packed_target_cannot_be_trained_with(run: Run, dummy: Path, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("once upon a time a fox met a crow. " * 60)
-    result = run("train", "draft", "--model", dummy, "--text", tmp_path / "text.txt", "--length", 32, "--out", tmp_path / "out")
-    assert result.exit_code == 2 and "packed checkpoint" in result.stderr.replace("\n", " "), result.stderr

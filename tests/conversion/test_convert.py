@@ -18,6 +18,7 @@ from edgexpert.conversion.options import Options, parse_keep
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.conversion.writer import JOURNAL, Writer
 from edgexpert.core.errors import UserError
+from edgexpert.core.resources import bundled_folder
 from edgexpert.model.loading import load_model
 from edgexpert.weights.files import Pack, verify
 from edgexpert.weights.manifest import DENSE, EXPERTS, MANIFEST
@@ -97,8 +98,21 @@ def test_a_tied_head_gets_a_copy_of_its_own(tmp_path: Path) -> None:
 def test_the_bundled_model_is_a_source_too(tmp_path: Path) -> None:
     convert(open_source("stories"), tmp_path / "out", Options(16))
     weights = float_weights(tmp_path / "out")
-    state = load_model("stories").model.state_dict()
-    assert all(torch.equal(weights[name].bfloat16(), tensor.bfloat16()) for name, tensor in state.items())
+    pack = Pack(bundled_folder("stories"))
+    assert set(pack.parameters) == weights.keys()
+    assert all(torch.equal(weights[name].bfloat16(), pack.read_float(name).bfloat16()) for name in pack.parameters)
+
+
+def test_a_packed_checkpoint_made_floats_is_the_library_s_model_on_the_rounded_weights(tmp_path: Path) -> None:
+    checkpoint("olmoe", tmp_path / "source")
+    convert(open_source(str(tmp_path / "source")), tmp_path / "out", Options(8, 8))
+    loaded = load_model(str(tmp_path / "out"), dtype="float32")
+    expected = float_weights(tmp_path / "out")
+    assert all(torch.equal(tensor, expected[name].float()) for name, tensor in loaded.model.state_dict().items())
+    assert "PyTorch computes" in loaded.notes[0]
+    ids = torch.arange(2, 20)[None]
+    packed = load_model(str(tmp_path / "out")).model
+    torch.testing.assert_close(loaded.model(ids).logits, packed(ids).logits, rtol=0.05, atol=0.05)
 
 
 def test_floats_keep_their_type(tmp_path: Path) -> None:

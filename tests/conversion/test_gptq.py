@@ -49,7 +49,7 @@ LAYERS = 2
 
 def shallow_model(folder: Path) -> PreTrainedModel:
     """The first layers of the bundled model, saved as a checkpoint."""
-    loaded = load_model("stories")
+    loaded = load_model("stories", dtype="float32")
     config = copy.deepcopy(loaded.model.config)
     config.num_hidden_layers = LAYERS
     model = type(loaded.model)(config).eval()

@@ -11,7 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import edgexpert
 from edgexpert.core.errors import UserError
-from edgexpert.model.bundled import load_packed, save_packed
 from edgexpert.model.calibrated import read_calibrated
 from edgexpert.model.loading import load_model
 from edgexpert.policy import Hyperparameters
@@ -102,18 +101,6 @@ def test_a_dense_model_has_nothing_to_do(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(UserError, match="no mixture-of-experts layer"):
         edgexpert.load(str(tmp_path))
-
-
-def test_eight_bit_packing_is_close_and_strict(tmp_path: Path) -> None:
-    model = make_model("qwen3_moe", hidden_size=128, moe_intermediate_size=128, num_hidden_layers=2)
-    save_packed(model, tmp_path)
-    loaded = load_packed(tmp_path, model.config, torch.float32)
-    for (name, ours), theirs in zip(loaded.state_dict().items(), model.state_dict().values(), strict=True):
-        assert (ours - theirs).abs().max() <= theirs.abs().max() / 127, name
-    packed = "model.layers.0.mlp.experts.down_proj"
-    assert not torch.equal(loaded.state_dict()[packed], model.state_dict()[packed])
-    with pytest.raises(UserError, match="does not fit"):
-        load_packed(tmp_path, make_model("qwen3_moe", hidden_size=128, moe_intermediate_size=128).config, torch.float32)
 
 
 def test_calibrated_hyperparameters_beside_a_checkpoint_are_used(checkpoint: Path) -> None:

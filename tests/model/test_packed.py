@@ -139,12 +139,12 @@ def test_bytes_by_part_are_those_of_the_file(tmp_path: Path) -> None:
     assert host.sizes["lm_head"] == 128 * 64 * 4.5 / 8
 
 
-def test_policies_that_change_weights_ask_for_the_original(tmp_path: Path) -> None:
+def test_policies_that_change_weights_ask_for_floats(tmp_path: Path) -> None:
     loaded = load_model(str(make_pack("olmoe", tmp_path)))
     engine = Engine(HostedModel(loaded.model), loaded.tokenizer, name="tiny")
     from edgexpert.policy import policy_named
 
-    with pytest.raises(UserError, match="packed checkpoint"):
+    with pytest.raises(UserError, match="`dtype` float32"):
         engine.set_policy(policy_named("edgemoe"))
 
 
@@ -154,11 +154,11 @@ def test_an_activation_that_the_kernels_lack_is_named_before_anything_is_written
     assert not (tmp_path / "packed").exists()
 
 
-def test_a_data_type_that_is_not_computed_in_is_refused(tmp_path: Path) -> None:
+def test_a_type_that_is_named_makes_floats_of_packed_weights(tmp_path: Path) -> None:
     folder = make_pack("olmoe", tmp_path)
-    with pytest.raises(UserError, match="computes in float32; leave `dtype` out"):
-        load_model(str(folder), dtype="bfloat16")
-    load_model(str(folder), dtype="auto")
+    assert load_model(str(folder), dtype="bfloat16").model.dtype == torch.bfloat16
+    for dtype in (None, "auto"):
+        assert "packed weights" in load_model(str(folder), dtype=dtype).notes[0]
 
 
 def test_the_draft_of_a_packed_model_computes_in_float32_and_leaves_the_models_embedding_alone(tmp_path: Path) -> None:

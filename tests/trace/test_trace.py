@@ -41,7 +41,7 @@ Record = Callable[..., tuple[Trace, list[list[LayerPlan]], list[str]]]
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return edgexpert.load("stories")
+    return edgexpert.load("stories", dtype="float32")
 
 
 @pytest.fixture(scope="module")

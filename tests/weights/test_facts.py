@@ -63,7 +63,7 @@ def test_sizes_and_memory_of_a_packed_checkpoint(family: str, bits: int, tmp_pat
     assert (facts.kind, facts.stored, facts.random) == ("packed", f"packed {bits} bits", False)
     assert facts.parameters == read_facts(tmp_path / "float").parameters
     host = HostedModel(load_model(str(tmp_path / "packed")).model)
-    need = memory_need(facts, "float32")
+    need = memory_need(facts, None)
     for part, size in host.sizes.items():
         # records of experts are padded to whole pages in the file, which is what lies in memory
         assert size <= need.parts[part] <= size + 4096 * facts.experts * facts.moe_layers * (part == "experts"), part

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def info(
     model: Annotated[str, typer.Argument(metavar="[MODEL]", help=MODEL_HELP, autocompletion=complete_model)] = "stories",
     draft: DraftName = "auto",
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check a packed checkpoint's files against their hashes.")] = False,
     json: Json = False,
 ) -> None:
@@ -48,7 +48,7 @@ def check_files(folder: str, json: bool) -> None:
         print_line(f"all {len(names)} files of {folder} are as they were written")
 
 
-def describe(name: str, dtype: str, draft: str) -> dict[str, Any]:
+def describe(name: str, dtype: str | None, draft: str) -> dict[str, Any]:
     """Facts about a model; bytes are those of its weights in the form in which they would be loaded."""
     from edgexpert.core.machine import available_memory
     from edgexpert.model.calibrated import read_calibrated
@@ -57,7 +57,7 @@ def describe(name: str, dtype: str, draft: str) -> dict[str, Any]:
     from edgexpert.weights import families
     from edgexpert.weights.need import memory_need
 
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise UserError(f"unknown `dtype` {dtype}; choose one of {', '.join(DTYPES)}")
     facts = find_facts(name)
     if not facts.experts or not facts.top_k:

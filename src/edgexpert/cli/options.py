@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Dtype = Annotated[
-    str,
-    typer.Option(metavar="NAME", help="float32, bfloat16, float16, or auto (the checkpoint's own).",
-                 autocompletion=one_of(*DTYPES)),
+    str | None,
+    typer.Option(metavar="NAME", show_default=False, autocompletion=one_of(*DTYPES),
+                 help="float32, bfloat16, float16, or auto (the checkpoint's own). "
+                      "[default: a packed checkpoint as it is, any other in float32]"),
 ]
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu or cuda.", autocompletion=one_of(*DEVICES))]
 DraftName = Annotated[
@@ -64,7 +65,7 @@ class Options:
 
     model: Annotated[str, typer.Option(metavar="NAME", help=MODEL_HELP, autocompletion=complete_model)] = "stories"
     draft: DraftName = "auto"
-    dtype: Dtype = "float32"
+    dtype: Dtype = None
     device: Device = "cpu"
     encoder: Annotated[
         str | None,

@@ -94,7 +94,7 @@ def draft(
     kind: Annotated[Literal["eagle3", "medusa"], typer.Option(help="EAGLE-3, or --ttt Medusa heads.")] = "eagle3",
     format: Annotated[Literal["official", "speculators"], typer.Option(help="Layout of the finished draft.")] = "official",
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out.")] = False,
-    dtype: Dtype = "float32",
+    dtype: Dtype = None,
     device: Device = "cpu",
 ) -> None:
     """Train a draft for a model, on what the model itself writes. With --recipe, options beside it override its own values."""
@@ -125,7 +125,7 @@ def draft(
     if resume and not has_checkpoint(out):
         raise UserError(f"the folder {out} holds no training to resume; leave --resume out")
     with output_folder(out) as place:
-        engine = load(model, draft="none", dtype=dtype, device=device)
+        engine = load(model, draft="none", dtype=dtype or "float32", device=device)
         source, held_out = (stories_data(corpus, engine.tokenizer) if corpus is not None else
                             training_data(engine.tokenizer, text, chats, regenerate, sequences, length))
         prompts = [str(engine.tokenizer.decode(ids, skip_special_tokens=True)) for ids in held_out[:VALIDATION_PROMPTS]]

@@ -126,8 +126,8 @@ class HostedModel:
                 "load the model with edgexpert.load, or set host.statistics = measure_experts(host, texts) first"
             )
         if policy.stores_otherwise and self.blocks[0].packed is not None:
-            raise UserError(f"policy {policy.name} changes weights, which a packed checkpoint keeps as they are; "
-                            "use the checkpoint that it was converted from")
+            raise UserError(f"policy {policy.name} changes weights, which packed ones do not allow; load the "
+                            "checkpoint with `dtype` float32, which makes floats of them")
         return policy
 
     def storage(self, policy: Policy) -> dict[int, Storage]:

@@ -15,8 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from edgexpert.core.errors import UserError
 from edgexpert.kernels import native
-from edgexpert.model.bundled import is_packed, load_packed
-from edgexpert.model.packed import load_pack
+from edgexpert.model.packed import load_dequantised, load_pack
 from edgexpert.model.supported import check_supported
 from edgexpert.weights.files import is_pack
 from edgexpert.weights.manifest import read_manifest
@@ -63,13 +62,17 @@ def _check_config(folder: Path) -> None:
                         "knows; give another model, or upgrade transformers")
 
 
-def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+def load_model(name: str, *, dtype: str | None = None, device: str = "cpu") -> LoadedModel:
     """Loads a causal language model and its tokenizer.
+
+    Args:
+        dtype: None for a packed checkpoint as it is, with our kernels, and for any other in float32. A type that is named makes
+            floats of a packed checkpoint, too, which PyTorch computes with. ``auto`` is what the checkpoint is stored in.
 
     Raises:
         UserError: the name leads nowhere, the checkpoint is damaged or of an unknown type, or the device is not there.
     """
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise UserError(f"unknown `dtype` {dtype}; choose one of {', '.join(DTYPES)}")
     check_device(device)
     source, folder = resolve(name)
@@ -77,23 +80,24 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
     transformers_logging.disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(source)
-        if folder is not None and is_pack(folder):
+        if folder is not None and is_pack(folder) and dtype in (None, "auto"):
             if torch.device(device).type != "cpu":
-                raise UserError(f"the packed checkpoint {name} runs on the CPU; use `device` cpu, or the original checkpoint")
-            if dtype not in ("float32", "auto"):
-                raise UserError(f"the packed checkpoint {name} computes in float32; leave `dtype` out, or use the original")
+                raise UserError(f"the packed checkpoint {name} runs on the CPU; use `device` cpu, or name a `dtype` to make "
+                                "floats of it")
             if native.path() != "torch":
                 # PyTorch's threads spin for a while after each of its operations, on the processors that the kernels need:
                 # with two threads of each on two processors, plain decoding took 1.4 times as long.
                 torch.set_num_threads(1)
             return LoadedModel(load_pack(folder), _load_tokenizer(source, name), name, folder, _notes(folder))
-        if folder is not None and is_packed(folder):
-            model = load_packed(folder, config, DTYPES[dtype])
+        notes: tuple[str, ...] = ()
+        if folder is not None and is_pack(folder):
+            model = load_dequantised(folder, DTYPES[dtype or "float32"])
+            notes = (f"the packed weights were made {dtype}, and PyTorch computes; leave `dtype` out for the native kernels",)
         else:
             _check_weights(folder)
             with torch.device("meta"):
                 check_supported(AutoModelForCausalLM.from_config(config))
-            model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype], output_loading_info=True)
+            model, info = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES[dtype or "float32"], output_loading_info=True)
             missing = sorted(info["missing_keys"]) + sorted(str(k) for k in info["mismatched_keys"])
             if missing:
                 raise UserError(
@@ -106,7 +110,7 @@ def load_model(name: str, *, dtype: str = "float32", device: str = "cpu") -> Loa
         raise UserError(f"a safetensors file of {name} is damaged or truncated ({error}); download it again") from error
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise UserError(_explain(name, folder, error)) from error
-    return LoadedModel(model.to(device), tokenizer, name, folder, _rounding_notes(model.dtype))
+    return LoadedModel(model.to(device), tokenizer, name, folder, notes + _rounding_notes(model.dtype))
 
 
 def _rounding_notes(dtype: torch.dtype) -> tuple[str, ...]:

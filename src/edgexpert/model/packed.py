@@ -15,6 +15,7 @@ from edgexpert.core.library import (
     ALL_EXPERTS_FUNCTIONS,
     activation,
     compute_buffers,
+    tied_weights,
 )
 from edgexpert.core.routing import Routing
 from edgexpert.kernels.experts import PackedExpertWeights, run_experts
@@ -74,6 +75,28 @@ def load_pack(folder: Path) -> PreTrainedModel:
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
+
+
+def load_dequantised(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The library's own model with the weights of a packed checkpoint as floats, to be run or trained by PyTorch.
+
+    Raises:
+        UserError: the folder is damaged, or lacks a tensor.
+    """
+    pack = Pack(folder)
+    model = AutoModelForCausalLM.from_config(pack.config, dtype=dtype)
+    check_supported(model)
+    state = {name: pack.read_float(name).to(dtype) for name in pack.parameters}
+    tied = tied_weights(model)
+    missing = [name for name in model.state_dict() if name not in state and name not in tied]
+    if missing:
+        raise UserError(f"the folder {folder} lacks the tensor {missing[0]}; convert the checkpoint again")
+    model.load_state_dict({name: tensor for name, tensor in state.items() if name not in tied}, strict=False)
+    model.tie_weights()
+    model.config.name_or_path = str(folder)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
 
 
 def _packed_experts(module: Any, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def load(
     *,
     draft: str = "auto",
     policy: str | Policy = "exact",
-    dtype: str = "float32",
+    dtype: str | None = None,
     device: str = "cpu",
     encoder: str | None = None,
     threads: int | None = None,
@@ -42,7 +42,7 @@ def load(
         model: a bundled name, a folder or a Hub name of an MoE causal language model.
         draft: ``auto``, ``none``, ``ngram``, or the folder or Hub name of an EAGLE-3 draft or of a smaller causal model.
         policy: a policy's name, or the policy itself.
-        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's own).
+        dtype: ``float32``, ``bfloat16``, ``float16`` or ``auto`` (the checkpoint's own); see `load_model` for None.
         encoder: folder or Hub name of a BERT-like encoder for prompt-wise reuse; the bundled MiniLM by default.
         threads: that compute, in this process from now on; one for each processor unless given.
         overrides: settings of the policy, such as ``fine_pruning=False`` or ``selection_ratio=0.5``.
@@ -51,6 +51,8 @@ def load(
         UserError: something cannot be had or does not fit; its text says what to do.
     """
     for option, value in (("model", model), ("draft", draft), ("dtype", dtype), ("device", device)):
+        if option == "dtype" and value is None:
+            continue
         if not isinstance(value, str):
             raise UserError(f"`{option}` must be a name, not {value!r}")
     chosen = _policy(policy, overrides)

@@ -1,4 +1,4 @@
-"""Putting a trained model into the package: 8-bit weights, tokenizer, held-out texts, plots, and beside it the draft in bfloat16.
+"""Putting a trained model into the package: packed at 8 bits, with held-out texts, plots, and beside it the draft in bfloat16.
 
     python -m edgexpert.training.bundle RUN CORPUS [DRAFT]
 
@@ -11,16 +11,19 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from edgexpert.conversion.convert import convert
+from edgexpert.conversion.options import Options
+from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.resources import bundled_folder
-from edgexpert.model.bundled import save_packed
 from edgexpert.speculation.loading import BESIDE_MODEL
 from edgexpert.training.corpus import documents, is_held_out
 
@@ -30,8 +33,11 @@ HELD_OUT_FILES = {"tinystories_sample.txt": 40, "synthetic_fables_permissive.txt
 def bundle(run: Path, corpus: Path, draft: Path | None, out: Path) -> None:
     """Writes the package's copy of a trained model to ``out``; an earlier draft stays when none is given."""
     model = AutoModelForCausalLM.from_pretrained(run / "model")
-    save_packed(model, out)
-    AutoTokenizer.from_pretrained(run / "model").save_pretrained(out)
+    with tempfile.TemporaryDirectory() as folder:
+        packed = Path(folder) / "packed"
+        convert(open_source(str(run / "model")), packed, Options(8))
+        for part in packed.iterdir():
+            shutil.copy(part, out / part.name)
     with (out / "held_out.jsonl").open("w", encoding="utf-8") as file:
         for name, count in HELD_OUT_FILES.items():
             held_out = [text for text in documents(corpus / name) if is_held_out(text) and len(text) > 1000]

@@ -136,7 +136,7 @@ def train_model(
     if not corpus.is_dir():
         raise UserError(f"the corpus folder {corpus} does not exist; give the folder with the text files as `corpus`")
     out.mkdir(parents=True, exist_ok=True)
-    started = load_model(start[0]) if start is not None else None
+    started = load_model(start[0], dtype="float32") if start is not None else None
     if started is not None:
         require_weights(started.model)
     tokenizer, mixture, held_out = corpora.prepare(

@@ -6,13 +6,14 @@ import hashlib
 from functools import cached_property
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from edgexpert.core.errors import UserError
 from edgexpert.weights.manifest import DENSE, EXPERTS, MANIFEST, LayerLayout, Manifest, read_manifest
-from edgexpert.weights.matrix import PackedExperts, PackedMatrix
+from edgexpert.weights.matrix import PackedExperts, PackedMatrix, dequantise
 from edgexpert.weights.store import ExpertStore, open_store
 
 
@@ -48,6 +49,41 @@ class Pack:
     def experts(self, layer: LayerLayout) -> dict[str, PackedExperts]:
         """``gate_up`` and ``down`` of all experts of a layer."""
         return self.store.experts(self.manifest.layers.index(layer))
+
+    @cached_property
+    def _dense(self) -> dict[str, Tensor | PackedMatrix]:
+        return self.dense()
+
+    @cached_property
+    def _of_experts(self) -> dict[str, tuple[LayerLayout, str]]:
+        """Layer and part of the experts' parameters, by name."""
+        return {name: (layer, part) for layer in self.manifest.layers for part, name in layer.parameters.items()}
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of all parameters that it holds, as transformers has them."""
+        return [*self._dense, *self._of_experts]
+
+    def float_dtype(self, name: str) -> torch.dtype:
+        """The type of a parameter that keeps its floats, float32 for one that is packed.
+
+        Raises:
+            UserError: it has no such parameter.
+        """
+        stored = None if name in self._of_experts else self._dense.get(name)
+        if stored is None and name not in self._of_experts:
+            raise UserError(f"the packed checkpoint {self.folder} lacks the tensor {name}; convert the checkpoint again")
+        return stored.dtype if isinstance(stored, Tensor) else torch.float32
+
+    def read_float(self, name: str) -> Tensor:
+        """A parameter in the shape that transformers has for it; of what is packed the float32 weights."""
+        if name in self._of_experts:
+            layer, part = self._of_experts[name]
+            matrices = self.experts(layer)[part]
+            weight = torch.stack([dequantise(matrices[expert]) for expert in range(layer.experts)])  # [E, C, N]
+            return weight if layer.transposed else weight.transpose(1, 2).contiguous()
+        stored = self._dense[name]
+        return stored if isinstance(stored, Tensor) else dequantise(stored).t().contiguous()
 
     def dense(self) -> dict[str, Tensor | PackedMatrix]:
         """Everything but the experts, by parameter name: float tensors, and packed linear layers."""

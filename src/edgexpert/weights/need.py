@@ -49,23 +49,24 @@ class Need:
         return self.weights + self.draft + self.encoder + self.kv_full
 
 
-def memory_need(facts: Facts, dtype: str, draft: Path | None = None, encoder: bool = True) -> Need:
+def memory_need(facts: Facts, dtype: str | None, draft: Path | None = None, encoder: bool = True) -> Need:
     """What a checkpoint takes in memory.
 
     Args:
-        dtype: as for `edgexpert.load`; a packed checkpoint computes in float32 beside its packed weights. What must be converted
-            first is taken to be converted to 4 bits.
+        dtype: as for `edgexpert.load`; beside packed weights everything is float32. What must be converted first is taken to be
+            converted to 4 bits.
         draft: folder of a draft that is loaded with it.
         encoder: whether the bundled importance encoder is loaded, for prompt-wise expert reuse.
     """
     parts: dict[str, float] = defaultdict(float)
-    if facts.kind == "packed":
+    if facts.kind == "packed" and dtype in (None, "auto"):
         form, size = "packed", 4.0
         for name, weight in facts.weights.items():
             part = part_of(name, weight.shape)
             parts[part] += weight.bytes if weight.packed or part == "embeddings" else 4 * weight.values
-    elif facts.kind in ("float", "quantised"):
-        form = (facts.dtype if facts.dtype in FLOAT_BYTES else "float32") if dtype == "auto" else dtype
+    elif facts.kind in ("float", "quantised", "packed"):
+        own = facts.dtype if facts.dtype in FLOAT_BYTES else "float32"
+        form = str(own) if dtype == "auto" else dtype or "float32"
         size = FLOAT_BYTES.get(form, 4)
         parts |= {part: values * size for part, values in facts.values.items()}
     else:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from transformers import AutoConfig
 
-from edgexpert.conversion.sources.bundled import BundledSource
 from edgexpert.conversion.sources.compressed_tensors import CompressedTensorsSource
 from edgexpert.conversion.sources.gguf import GgufSource
 from edgexpert.conversion.sources.huggingface import HuggingFaceSource, download
+from edgexpert.conversion.sources.packed import PackedSource
 from edgexpert.conversion.sources.source import Source
 from edgexpert.core.errors import UserError
-from edgexpert.model.bundled import is_packed
 from edgexpert.model.loading import resolve
 from edgexpert.weights.files import is_pack
 
@@ -30,14 +29,12 @@ def open_source(name: str) -> Source:
     resolved, folder = resolve(name)
     folder = folder or download(resolved)
     if is_pack(folder):
-        raise UserError(f"the checkpoint {name} is packed already; give the checkpoint that it was made from")
+        return PackedSource(folder, name)
     try:
         config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         first_line = str(error).strip().split("\n")[0][:200]
         raise UserError(f"the config.json of {name} cannot be read ({first_line})") from error
-    if is_packed(folder):
-        return BundledSource(folder, config, name)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None and quantised.get("quant_method") == "compressed-tensors":
         return CompressedTensorsSource(Path(folder), config, name)
