@@ -19,6 +19,7 @@ from edgexpert.core.errors import UserError
 from edgexpert.core.stage import Stage
 from edgexpert.encoder.encoder import ImportanceEncoder
 from edgexpert.model.cache import bytes_per_token
+from edgexpert.kernels.modules import weights_of
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
 from edgexpert.policy import Techniques
@@ -123,7 +124,7 @@ def test_the_encoder_takes_what_is_told(tmp_path: Path) -> None:
     make_model("olmoe", num_hidden_layers=1).save_pretrained(tmp_path)
     need = memory_need(read_facts(tmp_path), "float32")
     encoder = ImportanceEncoder.bundled()
-    assert need.encoder == sum(p.nbytes for p in encoder._model.parameters())
+    assert need.encoder == sum(weight.nbytes for _, weight in weights_of(encoder._model))
 
 
 def test_layers_that_only_predict_further_ahead_do_not_count(tmp_path: Path) -> None:

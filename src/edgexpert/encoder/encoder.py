@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoTokenizer, BertModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from edgexpert.core.errors import UserError
 from edgexpert.encoder.alignment import Span, align
-from edgexpert.encoder.quantise import dequantise
+from edgexpert.encoder.quantise import load
+from edgexpert.kernels.modules import weights_of
 
 BUNDLED = Path(__file__).parent / "minilm-l6-v2"
 WINDOW = 256
@@ -29,8 +30,7 @@ class ImportanceEncoder:
     Attributes:
         name: how results name this encoder.
         bytes_read: weight bytes that this encoder has read since it was made; callers take differences, as with a `Draft`.
-            Each window reads every weight once, but of embedding tables only as many rows as it has tokens. Weights count
-            in the dtype in which they are computed with, float32, however they are stored.
+            Each window reads every weight once, as it is stored, but of embedding tables only as many rows as it has tokens.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -43,16 +43,13 @@ class ImportanceEncoder:
         self._tokenizer = tokenizer
         tables = {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, nn.Embedding)}
         self._tables = [(table.num_embeddings, table.weight[0].nbytes) for table in tables.values()]
-        self._dense_bytes = sum(weight.nbytes for path, weight in model.named_parameters()
+        self._dense_bytes = sum(weight.nbytes for path, weight in weights_of(model)
                                 if path not in tables and not path.startswith("pooler."))
 
     @classmethod
     def bundled(cls) -> ImportanceEncoder:
-        """The 8-bit all-MiniLM-L6-v2 that comes with the package."""
-        config = AutoConfig.from_pretrained(BUNDLED, attn_implementation="eager")
-        model = BertModel(config, add_pooling_layer=False)
-        model.load_state_dict(dequantise(BUNDLED), strict=True)
-        return cls(model, AutoTokenizer.from_pretrained(BUNDLED), "all-MiniLM-L6-v2 (8-bit)")
+        """The all-MiniLM-L6-v2 that comes with the package, packed at 8 bits."""
+        return cls(load(BUNDLED), AutoTokenizer.from_pretrained(BUNDLED), "all-MiniLM-L6-v2 (8-bit)")
 
     @classmethod
     def from_pretrained(cls, name: str) -> ImportanceEncoder:

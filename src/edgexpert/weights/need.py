@@ -95,4 +95,5 @@ def _draft_bytes(folder: Path, target: Facts, size: float) -> float:
 
 def _encoder_bytes() -> float:
     headers = safetensors_headers(ENCODER / "model.safetensors")
-    return sum(4 * header.values for name, header in headers.items() if not name.endswith(".scale"))
+    matrices = sum(2 * header.values for name, header in headers.items() if name.endswith(".values"))  # 16 bits, when loaded
+    return matrices + sum(header.bytes for name, header in headers.items() if not name.endswith((".values", ".scales")))
