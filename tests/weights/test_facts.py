@@ -18,8 +18,8 @@ from edgexpert.conversion.options import Options
 from edgexpert.core.errors import UserError
 from edgexpert.core.stage import Stage
 from edgexpert.encoder.encoder import ImportanceEncoder
-from edgexpert.model.cache import bytes_per_token
 from edgexpert.kernels.modules import weights_of
+from edgexpert.model.cache import bytes_per_token
 from edgexpert.model.host import HostedModel
 from edgexpert.model.loading import load_model
 from edgexpert.policy import Techniques
