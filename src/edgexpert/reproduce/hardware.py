@@ -37,7 +37,7 @@ def table2(bench: Workbench) -> Figure:
     largest = replace(dram, trfc=812)
     worse = float((bursts * dram.burst_bytes / seconds(largest, bursts * dram.burst_bytes, bursts, rows_opened))[0]) / 1e9
     return Figure(
-        "Table II: hardware", DATA, "Power of the rivals is Table II's; throughput follows from array and clock.", rows,
+        "Table II: hardware", DATA, "Power of the baselines is Table II's; throughput follows from array and clock.", rows,
         [
             Answer("tops", chip.tops, DATA, "8192 multiplications a cycle at 800 MHz, two operations each"),
             Answer("tops_per_watt", chip.tops / chip.power_w, DATA, "throughput over the sum of Table V's powers"),

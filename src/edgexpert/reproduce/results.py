@@ -25,7 +25,7 @@ OUTPUT = 128
 TTFT, TPOT = 0.450, 0.050  # section V-B
 STEPS = ("baseline", "pruning", "reuse", "coalesced", "edgexpert", "edgexpert-max")
 PRIORS = ("moe-pruner-au", "moe-pruner-sd", "edgemoe-au", "edgemoe-sd", "smolpu")
-RIVALS = ("baseline", *PRIORS, "edgexpert", "edgexpert-max")
+BASELINES = ("baseline", *PRIORS, "edgexpert", "edgexpert-max")
 LENGTHS = "Prompts and new tokens are ours (the paper's are not in its text); acceptance lengths are Table IV's. "
 KEPT = (0.7, 0.5)
 """Shares of a token's importance that fine pruning may keep, beside our default; SMoLPU's is not published."""
@@ -86,7 +86,7 @@ def _whole(measured: Measured, what: str, output: int) -> float:
 
 def fig12b(bench: Workbench) -> Figure:
     """End-to-end latency against prior work."""
-    figure = _rivals(bench, "seconds", "Figure 12b: end-to-end latency against prior work", "latency")
+    figure = _baselines(bench, "seconds", "Figure 12b: end-to-end latency against prior work", "latency")
     bytes_of = {name: sum(bench.measured(name, model).decode.read["experts"] for model in bench.settings.models)
                 for name in ("baseline", "edgemoe-sd")}
     cut = percent_less(bytes_of["edgemoe-sd"], bytes_of["baseline"])
@@ -97,12 +97,12 @@ def fig12b(bench: Workbench) -> Figure:
 
 def fig13b(bench: Workbench) -> Figure:
     """Energy against prior work."""
-    return _rivals(bench, "joules", "Figure 13b: energy against prior work", "energy")
+    return _baselines(bench, "joules", "Figure 13b: energy against prior work", "energy")
 
 
-def _rivals(bench: Workbench, what: str, title: str, claim: str) -> Figure:
+def _baselines(bench: Workbench, what: str, title: str, claim: str) -> Figure:
     rows: Rows = []
-    for measured in bench.all_measured(RIVALS):
+    for measured in bench.all_measured(BASELINES):
         baseline = _whole(bench.measured("baseline", measured.model), what, OUTPUT)
         rows.append({"model": measured.model, "design": measured.design.title, "family": measured.design.family,
                      "new_tokens": OUTPUT, what: _whole(measured, what, OUTPUT),
@@ -111,12 +111,12 @@ def _rivals(bench: Workbench, what: str, title: str, claim: str) -> Figure:
                    for ours in rows if ours["family"] == "ours" for other in rows
                    if other["family"] == "prior" and other["model"] == ours["model"])
     by_design = {name: [gain for gain in gains if gain[3] == name] for name in ("EdgeXpert ALL", "EdgeXpert ALL, max")}
-    gain, rival, model, _ = by_design["EdgeXpert ALL"][-1]
+    gain, baseline, model, _ = by_design["EdgeXpert ALL"][-1]
     smolpu = [found for found in by_design["EdgeXpert ALL"] if found[1] == bench.designs["smolpu"].title]
-    answer = Answer(f"{claim}_rivals", gain, bench.synthetic_label,
-                    f"against {rival} on {model}; {by_design['EdgeXpert ALL, max'][-1][0]:.1f} % with importance over the "
+    answer = Answer(f"{claim}_baselines", gain, bench.synthetic_label,
+                    f"against {baseline} on {model}; {by_design['EdgeXpert ALL, max'][-1][0]:.1f} % with importance over the "
                     f"maximum; against SMoLPU, the paper's strongest, {smolpu[0][0]:.1f} to {smolpu[-1][0]:.1f} %. The paper "
-                    "does not say which rival, model and length its figure is of, nor SMoLPU's pruning ratios")
+                    "does not say which baseline, model and length its figure is of, nor SMoLPU's pruning ratios")
     return Figure(
         title, bench.synthetic_label, f"{OUTPUT} new tokens. {LENGTHS}{MAX}", rows, [answer],
         lambda drawing: bars(drawing.subplots(), list(bench.settings.models),
@@ -133,10 +133,10 @@ def fig12c(bench: Workbench) -> Figure:
         {"model": measured.model, "design": measured.design.title, "family": measured.design.family,
          "ttft_ms": 1e3 * measured.ttft, "tpot_ms": 1e3 * measured.tpot,
          "within_limits": measured.ttft < TTFT and measured.tpot < TPOT}
-        for measured in [*bench.all_measured(RIVALS), *harder]]
+        for measured in [*bench.all_measured(BASELINES), *harder]]
     models = len(bench.settings.models)
-    rivals = [bench.designs[name].title for name in RIVALS]
-    passed = {name: sum(column(rows, "within_limits", design=name)) for name in rivals}
+    baselines = [bench.designs[name].title for name in BASELINES]
+    passed = {name: sum(column(rows, "within_limits", design=name)) for name in baselines}
     ours, ours_max = (passed[bench.designs[name].title] for name in ("edgexpert", "edgexpert-max"))
     others = [name for name, count in passed.items() if count == models
               and name not in (bench.designs["edgexpert"].title, bench.designs["edgexpert-max"].title)]
@@ -164,7 +164,7 @@ def fig12c(bench: Workbench) -> Figure:
                    f"with {bench.settings.prompt} tokens; 55.7 % less is enough only if the prompt would touch at most "
                    f"{bound:.0f} of {qwen.experts} experts a layer. Without reading scales it takes {1e3 * scaleless:.0f} ms"),
         ],
-        lambda drawing: _draw_limits(list(drawing.subplots(2, 1, sharex=True)), rows, rivals, list(bench.settings.models)),
+        lambda drawing: _draw_limits(list(drawing.subplots(2, 1, sharex=True)), rows, baselines, list(bench.settings.models)),
     )
 
 
@@ -218,7 +218,7 @@ def _experts_within_limit(bench: Workbench, model: ModelShape, device: Device) -
 def fig13c(bench: Workbench) -> Figure:
     """Energy of a text by part and by where it is spent."""
     rows: Rows = []
-    for measured in bench.all_measured(("plain", *RIVALS)):
+    for measured in bench.all_measured(("plain", *BASELINES)):
         prefill, decode = grouped(measured.prefill.energy), grouped(measured.decode.energy)
         for group in GROUPS:
             mj = {kind: 1e3 * (prefill[group][kind] / measured.prefill.stages

@@ -1,1 +1,1 @@
-"""The paper's chip and its rivals as data, driven by plans: latency, traffic and energy of every stage."""
+"""The paper's chip and its baselines as data, driven by plans: latency, traffic and energy of every stage."""
