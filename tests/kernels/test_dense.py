@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from edgexpert.kernels import dense, native
 
 ISAS = [path for path in native.available() if path != "torch"]
-pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no native kernels here")
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The compiled kernels against PyTorch, on every instruction set that this machine has."""
+"""The native kernels against PyTorch, on every instruction set that this machine has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled channel selection and pair sorting give what the rules in PyTorch give."""
+"""Native channel selection and pair sorting give what the rules in PyTorch give."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgexpert.kernels.reference import Pairs
 from edgexpert.policy.coalescing import salient_channels
 from edgexpert.policy.pruning import needed_channels
 
-pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no native kernels here")
 
 
 @st.composite

@@ -24,7 +24,7 @@ from edgexpert.model.native_layer import NativeLayer, use_native_layers
 from edgexpert.policy import PRESETS, Techniques
 from tests.conftest import make_model, make_tokenizer
 
-pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no native kernels here")
 
 LAYERS = 2
 KNOWN: dict[str, dict[str, object]] = {

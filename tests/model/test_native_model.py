@@ -23,7 +23,7 @@ from edgexpert.model.running import StageOutput
 from edgexpert.policy import PRESETS, Techniques
 from tests.packs import make_pack
 
-pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
+pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no native kernels here")
 
 LAYERS, PROMPT = 3, 18
 FUSED = (0, 2, LAYERS)  # the first layer's input, another one's, and what comes out

@@ -168,7 +168,7 @@ def test_the_draft_of_a_packed_model_computes_in_float32_and_leaves_the_models_e
     draft, notes = load_draft(str(bundled_folder("stories") / "draft"), loaded.model, loaded.tokenizer, loaded.folder)
     assert isinstance(draft, Eagle3Draft)
     assert draft.is_native == (native.path() != "torch")
-    assert ("one compiled call" if draft.is_native else "PyTorch modules") in notes[0]
+    assert ("one native call" if draft.is_native else "PyTorch modules") in notes[0]
     own = {p.dtype for name, p in draft.model.named_parameters() if name != "embed_tokens.weight"}
     assert own == {torch.float32}
     assert draft.model.embed_tokens.weight.data_ptr() == embedding.weight.data_ptr(), "no copy of the model's embedding"

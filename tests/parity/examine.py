@@ -258,7 +258,7 @@ def packed(row: Row, source: Path, folder: Path, bits: tuple[int, ...]) -> str |
             host.native = None
             near(plain(host, prompt, text), one_by_one, f"{width} bits, one call against layer by layer", 1e-4)
         with mock.patch.object(native, "path", return_value="torch"):
-            near(plain(load(width), prompt, text), one_by_one, f"{width} bits, PyTorch against compiled kernels", 5e-2)
+            near(plain(load(width), prompt, text), one_by_one, f"{width} bits, PyTorch against native kernels", 5e-2)
         if row.policies == "run":
             policies(host.model)
     return None

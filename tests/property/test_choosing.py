@@ -1,4 +1,4 @@
-"""Laws of choosing experts and channels, kept alike by PyTorch's rules and the compiled ones, for ties and every router."""
+"""Laws of choosing experts and channels, kept alike by PyTorch's rules and the native ones, for ties and every router."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def rules(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "torch":
         monkeypatch.setattr(native, "computes", lambda _: False)
     elif native.path() == "torch":
-        pytest.skip("no compiled kernels here")
+        pytest.skip("no native kernels here")
     return str(request.param)
 
 
@@ -126,9 +126,9 @@ def test_pruning_leaves_each_token_those_of_its_experts_that_somebody_kept_wants
 
 
 def both(rule: Callable[[], Routing]) -> tuple[Routing, Routing]:
-    """By the rules in PyTorch, and by the compiled ones."""
+    """By the rules in PyTorch, and by the native ones."""
     if native.path() == "torch":
-        pytest.skip("no compiled kernels here")
+        pytest.skip("no native kernels here")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "computes", lambda _: False)
         ours = rule()
@@ -137,14 +137,14 @@ def both(rule: Callable[[], Routing]) -> tuple[Routing, Routing]:
 
 @law
 @given(prompt=prompts(), data=st.data())
-def test_compiled_choices_are_those_of_pytorch_slot_by_slot(prompt: Prompt, data: st.DataObject) -> None:
+def test_native_choices_are_those_of_pytorch_slot_by_slot(prompt: Prompt, data: st.DataObject) -> None:
     tokens = len(prompt.tiers)
     keep = torch.tensor(data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)))
     for rule in (prompt.reused, lambda: prune_experts(prompt.routing, prompt.scores, keep)):
-        ours, compiled = both(rule)
-        assert torch.equal(ours.experts, compiled.experts)
-        torch.testing.assert_close(ours.weights, compiled.weights)
-        assert (ours is prompt.routing) == (compiled is prompt.routing)
+        ours, native_ones = both(rule)
+        assert torch.equal(ours.experts, native_ones.experts)
+        torch.testing.assert_close(ours.weights, native_ones.weights)
+        assert (ours is prompt.routing) == (native_ones is prompt.routing)
 
 
 def test_equal_scores_rank_by_number_behind_the_routers_own() -> None:
@@ -186,7 +186,7 @@ def test_needed_channels_hold_the_share_equal_ones_alike_and_one_of_every_pair(
 
 @law
 @given(case=selections(), ratio=st.sampled_from([0.0, 0.3, 0.5, 0.9]))
-def test_compiled_channels_are_those_of_pytorch(case: tuple[Routing, Tensor, Tensor, float], ratio: float) -> None:
+def test_native_channels_are_those_of_pytorch(case: tuple[Routing, Tensor, Tensor, float], ratio: float) -> None:
     routing, x, depth, share = case
     score = x.abs() * routing.pair_weight.abs().clamp(min=1e-20)[:, None]
 
@@ -194,6 +194,6 @@ def test_compiled_channels_are_those_of_pytorch(case: tuple[Routing, Tensor, Ten
         mask = needed_channels(x, routing, share)
         return mask, salient_channels(score, mask, routing.pair_expert, depth, routing.num_experts, ratio)
 
-    ours, compiled = both(chosen)  # type: ignore[arg-type, type-var]
-    assert torch.equal(ours[0], compiled[0])
-    assert torch.equal(ours[1], compiled[1])
+    ours, native_ones = both(chosen)  # type: ignore[arg-type, type-var]
+    assert torch.equal(ours[0], native_ones[0])
+    assert torch.equal(ours[1], native_ones[1])

@@ -1,4 +1,4 @@
-"""The compiled layer of a draft computes what the modules compute, whatever the draft's form."""
+"""The native layer of a draft computes what the modules compute, whatever the draft's form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgexpert.speculation.eagle3_step import DraftCache, ModuleStep, NativeStep
 from edgexpert.speculation.loading import pack_draft
 from edgexpert.weights.rounding import quantise
 
-needs_kernels = pytest.mark.skipif(native.path() == "torch", reason="no compiled kernels here")
+needs_kernels = pytest.mark.skipif(native.path() == "torch", reason="no native kernels here")
 
 SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=60,
              draft_vocab_size=40, target_hidden_size=32, fused_layers=(2, 4, 5), max_position_embeddings=64)
@@ -49,7 +49,7 @@ def packed_model(bits: int = 16, **form: Any) -> Eagle3Model:
 
 
 def drafts(model: Eagle3Model) -> tuple[Eagle3Draft, Eagle3Draft]:
-    """Compiled, and in modules."""
+    """Natively, and in modules."""
     ours, theirs = Eagle3Draft(model), Eagle3Draft(model)
     assert ours.is_native
     theirs._run = ModuleStep(model)
@@ -132,7 +132,7 @@ def test_a_candidate_gives_the_same_bits_alone_and_in_a_tree() -> None:
 
 
 @pytest.mark.parametrize("what", ["float weights", "no kernels"])
-def test_where_the_compiled_layer_cannot_run_the_modules_do(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_native_layer_cannot_run_the_modules_do(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if what == "no kernels":
         model = packed_model(4)
         monkeypatch.setattr(native, "path", lambda: "torch")

@@ -1,6 +1,6 @@
 """Decoder layers in one native call, or their attention half alone; csrc/layer.h says what they compute.
 
-There are no such calls in PyTorch: without compiled kernels a model keeps the library's layers.
+There are no such calls in PyTorch: without native kernels a model keeps the library's layers.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class StageRule:
 
 
 def choose_experts(rule: StageRule, routing: Routing, scores: Scores) -> Routing:
-    """What a rule's reuse or coarse pruning makes of a routing: `edgexpert.policy.reuse` and `.pruning`, compiled."""
+    """What a rule's reuse or coarse pruning makes of a routing: `edgexpert.policy.reuse` and `.pruning`, natively."""
     experts, weights = (tensor.clone(memory_format=torch.contiguous_format) for tensor in (routing.experts, routing.weights))
     native._native.choose_experts(
         rule=rule.bind(), choice=array(scores.choice.contiguous()), gate=array(scores.gate.contiguous()),

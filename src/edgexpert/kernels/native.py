@@ -1,4 +1,4 @@
-"""The compiled kernels, and PyTorch where there are none.
+"""The native kernels, and PyTorch where there are none.
 
 Each function has the signature, the result and the shapes of its namesake in `edgexpert.kernels.reference`. All instruction sets
 give the same bits; a token's result is the same whatever other tokens share the call and however many threads run. Against
@@ -34,7 +34,7 @@ MAX_THREADS = 1024
 
 @cache
 def path() -> str:
-    """What computes: "avx512", "avx2", "neon", "portable", or "torch" where the compiled kernels are absent or not wanted."""
+    """What computes: "avx512", "avx2", "neon", "portable", or "torch" where the native kernels are absent or not wanted."""
     wanted = os.environ.get("EDGEXPERT_KERNELS", "auto")
     if wanted not in PATHS:
         raise UserError(f"EDGEXPERT_KERNELS is {wanted}; set it to one of {', '.join(PATHS)}")
@@ -53,7 +53,7 @@ def available() -> list[str]:
 
 
 def set_threads(threads: int) -> None:
-    """How many threads the compiled kernels use (at first, one for each processor).
+    """How many threads the native kernels use (at first, one for each processor).
 
     Raises:
         UserError: the number is not from 1 to 1024.
@@ -70,7 +70,7 @@ def get_threads() -> int:
 
 
 def array(tensor: Tensor | None) -> Any:
-    """A tensor as the compiled side takes it. That checks type, shape and contiguity, and keeps alive what it points into."""
+    """A tensor as the native side takes it. That checks type, shape and contiguity, and keeps alive what it points into."""
     return None if tensor is None else (tensor.detach() if tensor.requires_grad else tensor).numpy()
 
 
@@ -140,7 +140,7 @@ def group(routing: Routing) -> tuple[Pairs, Tensor]:
 
 
 def computes(x: Tensor) -> bool:
-    """Whether compiled code can work on a tensor: it is float32, on the CPU, and there is such code."""
+    """Whether native code can work on a tensor: it is float32, on the CPU, and there is such code."""
     return x.dtype == torch.float32 and x.device.type == "cpu" and path() != "torch"
 
 

@@ -124,7 +124,7 @@ def _rounding_notes(dtype: torch.dtype) -> tuple[str, ...]:
 def _notes(pack: Path) -> tuple[str, ...]:
     """What computes on a packed checkpoint, and whether its text means something."""
     path, threads = native.path(), native.get_threads()
-    kernels = "PyTorch instead of compiled kernels" if path == "torch" else f"{path} kernels"
+    kernels = "PyTorch instead of native kernels" if path == "torch" else f"{path} kernels"
     computing = f"packed weights, {kernels}, {threads} thread{'s' * (threads != 1)}"
     return (computing, "random weights: speed only, the text means nothing") if read_manifest(pack).dummy else (computing,)
 

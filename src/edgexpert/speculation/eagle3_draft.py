@@ -30,7 +30,7 @@ class Eagle3Draft:
 
     @property
     def is_native(self) -> bool:
-        """Whether the layer runs in one compiled call."""
+        """Whether the layer runs in one native call."""
         return isinstance(self.step, NativeStep)
 
     def start(self) -> Eagle3State:

@@ -1,4 +1,4 @@
-"""A draft's layer on a cache that it appends to: compiled where its weights are packed, in PyTorch modules elsewhere."""
+"""A draft's layer on a cache that it appends to: native where its weights are packed, in PyTorch modules elsewhere."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ModuleStep:
 
 
 class NativeStep:
-    """The whole layer in one compiled call."""
+    """The whole layer in one native call."""
 
     def __init__(self, model: Eagle3Model) -> None:
         config, layer = model.config, model.midlayer
@@ -79,7 +79,7 @@ class NativeStep:
 
     @staticmethod
     def covers(model: Eagle3Model) -> bool:
-        """Whether a model's layer has the form of the compiled one, and there is one."""
+        """Whether a model's layer has the form of the native one, and there is one."""
         linears, norms = _parts(model.midlayer)
         return (all(isinstance(linear, PackedLinear) for linear in linears) and all(isinstance(norm, RowNorm) for norm in norms)
                 and native.computes(norms[0].weight))

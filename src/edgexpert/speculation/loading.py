@@ -62,7 +62,7 @@ def load_draft(
             return Eagle3Draft(draft.to(model.device, dtype)), []
         bits = pack_draft(draft, head.matrix)
         packed = Eagle3Draft(draft)
-        runs = "one compiled call" if packed.is_native else "PyTorch modules"
+        runs = "one native call" if packed.is_native else "PyTorch modules"
         return packed, [f"the draft's weights were rounded to {bits} bits, as the target's are; its layer runs in {runs}"]
     return load_causal_draft(source, tokenizer, model.config.get_text_config().vocab_size, dtype, model.device), []
 
