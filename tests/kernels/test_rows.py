@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,6 +42,17 @@ def test_norms_products_and_functions_of_a_row_alone_are_those_of_the_row_among_
     for together, alone in zip(all_of(x), all_of(x[t : t + 1]), strict=True):
         assert torch.equal(together[t], alone[0])
     torch.testing.assert_close(dense.linear(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_threads_change_no_element(function: Callable[[Tensor], Tensor]) -> None:
+    x, before, results = torch.randn(300, 2001, generator=torch.Generator().manual_seed(0)), torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        with SteadyRows():
+            results.append(function(x))
+    torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 @settings(max_examples=40, deadline=None)

@@ -15,14 +15,15 @@ from torch.nn import functional as F
 
 LANES = 64
 """More elements than any processor's loop takes at once."""
+GRAIN = 32768
+"""Elements that one thread computes; more are split anywhere between threads, each with last elements of its own."""
 
 
 def elementwise(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``function`` of each element of ``x``."""
-    if x.numel() % LANES == 0:
-        return function(x.contiguous(), *args, **kwargs)
-    padded = F.pad(x.reshape(-1), (0, -x.numel() % LANES))
-    return function(padded, *args, **kwargs)[: x.numel()].view(x.shape)
+    flat = F.pad(x.reshape(-1), (0, -x.numel() % LANES))
+    pieces = [function(piece, *args, **kwargs) for piece in flat.split(GRAIN)]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[: x.numel()].view(x.shape)
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
