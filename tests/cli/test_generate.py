@@ -14,6 +14,7 @@ import pytest
 import edgexpert
 from edgexpert.cli.show import readable_bytes
 from edgexpert.runtime.session import Session
+from edgexpert.speculation.draft import TreeShape
 from edgexpert.speculation.verify import Verifier
 from tests.cli.conftest import Run
 
@@ -26,8 +27,8 @@ def command(checkpoint: Path, *more: object) -> list[object]:
 
 
 def test_standard_output_is_the_text_alone_and_standard_error_one_line_and_the_notes(run: Run, tiny_checkpoint: Path) -> None:
-    generation = edgexpert.load(str(tiny_checkpoint)).generate(PROMPT, max_new_tokens=100)
-    result = run("generate", "--model", tiny_checkpoint, "--max-new-tokens", 100, PROMPT)
+    generation = edgexpert.load(str(tiny_checkpoint)).generate(PROMPT, tree=TreeShape(4), max_new_tokens=100)
+    result = run("generate", "--model", tiny_checkpoint, "--max-new-tokens", 100, "--speculation", 4, PROMPT)
     assert result.exit_code == 0
     assert result.stdout == generation.text + "\n"
     line, notes = result.stderr.splitlines()

@@ -67,11 +67,11 @@ def test_sampling_options_that_are_given_reach_the_engine_and_others_are_left_to
 
 
 @pytest.mark.parametrize(("options", "tree"), [
-    (Options(), TreeShape()), (Options(speculation="off"), TreeShape(0)), (Options(speculation="16"), TreeShape(16)),
+    (Options(), "auto"), (Options(speculation="off"), TreeShape(0)), (Options(speculation="16"), TreeShape(16)),
     (Options(speculation="16", tree_size=8), TreeShape(8)), (Options(speculation="off", tree_size=8), TreeShape(8)),
     (Options(tree_size=8, tree_depth=2), TreeShape(8, 2)), (Options(tree_top_k=1), TreeShape(top_k=1)),
 ])
-def test_tree_options_win_over_speculation(options: Options, tree: TreeShape) -> None:
+def test_tree_options_win_over_speculation(options: Options, tree: TreeShape | str) -> None:
     assert options.tree == tree
 
 

@@ -83,7 +83,7 @@ def test_texts_that_run_together_give_what_each_gives_alone(
 def test_texts_on_packed_weights_give_together_what_each_gives_alone(
     packed: PreTrainedModel, together: Callable[[list[TextStream]], None]
 ) -> None:
-    engine, options = make_engine(RandomDraft(128), packed), dict(max_new_tokens=24, ignore_eos=True)
+    engine, options = make_engine(RandomDraft(128), packed), dict(max_new_tokens=24, ignore_eos=True, tree=TreeShape())
     policies = ("exact", "pruned", "edgexpert", replace(PRESETS["coalesced"], token_weight="attention"))
 
     def begin() -> list[TextStream]:
@@ -101,7 +101,7 @@ def test_texts_on_packed_weights_give_together_what_each_gives_alone(
 
 def test_a_policy_set_in_mid_text_decides_the_next_one() -> None:
     engine = make_engine(NgramDraft())
-    options = dict(max_new_tokens=16, ignore_eos=True)
+    options = dict(max_new_tokens=16, ignore_eos=True, tree=TreeShape())
     truth = engine.generate(PROMPTS[0], **options)
     stream = engine.stream(PROMPTS[0], **options)
     next(stream)
@@ -125,10 +125,11 @@ def test_preparing_weights_for_one_text_leaves_the_next_ones_alone() -> None:
 
 def test_a_list_of_prompts_gives_a_list_of_answers() -> None:
     engine = make_engine(NgramDraft())
-    alone = [told(engine.generate(prompt, max_new_tokens=6)) for prompt in PROMPTS]
-    assert [told(got) for got in engine.generate(list(PROMPTS), max_new_tokens=6)] == alone
+    options = dict(max_new_tokens=6, tree=TreeShape())
+    alone = [told(engine.generate(prompt, **options)) for prompt in PROMPTS]
+    assert [told(got) for got in engine.generate(list(PROMPTS), **options)] == alone
     ids = [engine.encode(prompt) for prompt in PROMPTS]
-    assert [told(got) for got in engine.generate(ids, max_new_tokens=6)] == alone
+    assert [told(got) for got in engine.generate(ids, **options)] == alone
 
 
 def test_n_answers_have_seeds_of_their_own_and_share_the_prompt() -> None:

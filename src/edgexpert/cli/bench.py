@@ -67,7 +67,7 @@ def bench(
         options.policy_named(name)
     with told_output(plot) as drawing:
         engine = options.load()
-        measured = measure(engine, options, options.params(engine), options.tree, names, texts, acceptance)
+        measured = measure(engine, options, options.params(engine), options.fixed_tree, names, texts, acceptance)
         if plot is not None and drawing is not None:
             draw_comparison(measured, drawing, format=plot.suffix.lower().removeprefix("."))
     if json:

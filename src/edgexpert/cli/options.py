@@ -24,7 +24,7 @@ from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
     from edgexpert.policy import Policy
-    from edgexpert.runtime.engine import Engine
+    from edgexpert.runtime.engine import Engine, Tree
     from edgexpert.speculation.draft import TreeShape
     from edgexpert.speculation.sampling import SamplingParams
 
@@ -159,8 +159,14 @@ class Options:
         return replace(engine.sampling, **self.sampling)
 
     @property
-    def tree(self) -> TreeShape:
-        """The shape of token trees; tree options that are given win over --speculation."""
+    def tree(self) -> Tree:
+        """The shape of token trees, or ``auto``; tree options that are given win over --speculation."""
+        given = (self.tree_size, self.tree_depth, self.tree_top_k)
+        return "auto" if self.speculation == "auto" and given == (None, None, None) else self.fixed_tree
+
+    @property
+    def fixed_tree(self) -> TreeShape:
+        """One shape for all trees, for commands that compare runs: where `tree` says ``auto``, the largest that may be chosen."""
         from edgexpert.speculation.draft import TreeShape
 
         if self.speculation not in ("auto", "off") and not self.speculation.isdecimal():

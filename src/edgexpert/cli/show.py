@@ -16,7 +16,7 @@ from rich.text import Text
 from edgexpert.core.errors import UserError
 
 if TYPE_CHECKING:
-    from edgexpert.runtime.results import Generation
+    from edgexpert.runtime.results import Generation, Speculation
 
 NOTHING = "–"
 PIPE_WIDTH = 10_000
@@ -124,6 +124,12 @@ def _approximated(generation: Generation) -> str:
     return "approximated: " + ", ".join(names) if names else "exact"
 
 
+def _widths(speculation: Speculation) -> str:
+    """``1 (62 %), 5 (38 %)``: the three that most stages had, and their share."""
+    usual = sorted(speculation.widths.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{width} ({count / speculation.stages:.0%})" for width, count in usual).replace("%", " %") or NOTHING
+
+
 def _notes(generation: Generation, given: Collection[str]) -> list[str]:
     """What the user should know, with the sampling that nobody asked for but the checkpoint."""
     params, usual = generation.sampling, type(generation.sampling)()
@@ -146,6 +152,7 @@ def print_generation(generation: Generation, given: Collection[str] = (), err: b
     rows.add_row("time to first token", readable_seconds(timing.ttft_s), "")
     rows.add_row("time per output token", readable_seconds(timing.tpot_s), "")
     rows.add_row("tokens per second, prompt included", readable_number(new / timing.total_s if timing.total_s else None), "")
+    rows.add_row(f"tokens of a stage, {speculation.mode}", _widths(speculation), "1")
     rows.add_row("acceptance length", readable_number(speculation.acceptance_length), "1.00")
     rows.add_row("expert bytes per output token, prefill",
                  readable_bytes(generation.prefill_expert_bytes_per_token), readable_bytes(plain_prefill))

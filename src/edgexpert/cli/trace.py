@@ -65,7 +65,7 @@ def _record(options: Options, texts: list[str], out: Path, channels: str, force:
 
     engine = options.load()
     with _progress("recording", len(texts)) as advance:
-        params, tree = options.params(engine), options.tree
+        params, tree = options.params(engine), options.fixed_tree
         record_trace(engine, texts, out, params, tree, channels, advance, force=force)  # type: ignore[arg-type]  # it checks
 
 

@@ -177,10 +177,12 @@ def _split(items: Sequence[T]) -> tuple[list[T], list[T]]:
 
 def acceptance_length(engine: Engine, kind: Callable[[M], Draft], prompts: list[str]) -> Callable[[M], float]:
     """Measures a draft of some ``kind`` by real tree decoding of ``prompts``: tokens per verify stage."""
+    from edgexpert.speculation.draft import TreeShape
 
     def measure(network: M) -> float:
         engine.draft = kind(network)
-        results = [engine.generate(prompt, max_new_tokens=VALIDATION_TOKENS, ignore_eos=True) for prompt in prompts]
+        results = [engine.generate(prompt, tree=TreeShape(), max_new_tokens=VALIDATION_TOKENS, ignore_eos=True)
+                   for prompt in prompts]
         return sum(r.speculation.emitted for r in results) / sum(r.speculation.stages for r in results)
 
     return measure

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -22,9 +22,13 @@ from edgexpert.runtime.results import Generation, Score
 from edgexpert.runtime.session import Session
 from edgexpert.runtime.stream import TextStream
 from edgexpert.runtime.tokens import Prompt, encode_prompt, end_tokens, is_batch, text_and_offsets
+from edgexpert.speculation.controller import Controller, Experience
 from edgexpert.speculation.draft import Draft, TreeShape
 from edgexpert.speculation.sampling import Sampler, SamplingParams
 from edgexpert.speculation.verify import ForcedVerifier, SamplingVerifier, Verifier
+
+Tree = TreeShape | Literal["auto"]
+"""The shape of all trees of a text, or ``auto``: chosen stage by stage from what stages cost here and what they bring."""
 
 
 class Engine:
@@ -55,6 +59,7 @@ class Engine:
         self.notes = [*notes, *ignored]
         self.end_of_sequence = end_tokens(host.model, tokenizer)
         self._encoder = encoder
+        self._experience: dict[str, Experience] = {}
         self._preparing = threading.Lock()  # the encoder is loaded, and the experts' use measured, by one thread alone
         self.set_policy(policy)
 
@@ -91,16 +96,16 @@ class Engine:
 
     @overload
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = ..., tree: TreeShape | None = ..., **options: Any
+        self, prompt: Prompt, params: SamplingParams | None = ..., tree: Tree = ..., **options: Any
     ) -> Generation: ...
 
     @overload
     def generate(
-        self, prompt: Sequence[Prompt], params: SamplingParams | None = ..., tree: TreeShape | None = ..., **options: Any
+        self, prompt: Sequence[Prompt], params: SamplingParams | None = ..., tree: Tree = ..., **options: Any
     ) -> list[Generation]: ...
 
     def generate(
-        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, tree: TreeShape | None = None,
+        self, prompt: Prompt | Sequence[Prompt], params: SamplingParams | None = None, tree: Tree = "auto",
         n: int = 1, **options: Any,
     ) -> Generation | list[Generation]:
         """Answers a prompt: text, token ids, or chat messages for the model's chat template. Of a list of prompts, a list.
@@ -118,7 +123,7 @@ class Engine:
         return [answer for one in prompt for answer in self._answers(one, params, tree, n, options)]  # type: ignore[arg-type]
 
     def _answers(
-        self, prompt: Prompt, params: SamplingParams | None, tree: TreeShape | None, n: int, options: dict[str, Any]
+        self, prompt: Prompt, params: SamplingParams | None, tree: Tree, n: int, options: dict[str, Any]
     ) -> list[Generation]:
         answers: list[Generation] = []
         stream: TextStream | None = None
@@ -135,7 +140,7 @@ class Engine:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        tree: TreeShape | None = None,
+        tree: Tree = "auto",
         *,
         policy: str | Policy | None = None,
         after: TextStream | None = None,
@@ -170,13 +175,21 @@ class Engine:
         return replace(params or self.sampling, **options)
 
     def session(
-        self, tree: TreeShape | None = None, policy: str | Policy | None = None, recorder: Recorder | None = None
+        self, tree: Tree = "auto", policy: str | Policy | None = None, recorder: Recorder | None = None
     ) -> Session:
         """The state of a text that begins, to be advanced step by step; `stream` does that for you."""
-        if tree is not None and not isinstance(tree, TreeShape):
-            raise UserError(f"`tree` must be a TreeShape, such as TreeShape(size=64), not {tree!r}")
+        if tree != "auto" and not isinstance(tree, TreeShape):
+            raise UserError(f"`tree` must be 'auto' or a TreeShape, such as TreeShape(size=64), not {tree!r}")
         chosen = self.policy if policy is None else self.resolve(policy)
-        return Session(self.host, chosen, self.draft, tree or TreeShape(), self._weigh, recorder)
+        shape = self._controller(chosen) if tree == "auto" else tree
+        return Session(self.host, chosen, self.draft, shape, self._weigh, recorder)
+
+    def _controller(self, policy: Policy) -> Controller | TreeShape:
+        """Chooses the trees of a text that begins, with what earlier ones taught."""
+        if self.draft is None:
+            return TreeShape(0)
+        key = f"{policy.to_json()} {self.draft.name}"
+        return Controller(self._experience.setdefault(key, Experience()))
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt."""
@@ -216,7 +229,7 @@ class Engine:
         if not len(continuation):
             raise UserError("the continuation is empty; give the text to score")
         self._check_context(len(ids), len(continuation))
-        session = self.session(tree, policy)
+        session = self.session(TreeShape() if tree is None else tree, policy)
         verifier = ForcedVerifier(continuation, session.tree.depth)  # type: ignore[arg-type]
         session.begin(verifier, ids, len(continuation))
         while not verifier.finished:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from edgexpert.core.traffic import Ledger, Part
 from edgexpert.speculation.sampling import SamplingParams, TokenLogprob
@@ -41,16 +41,20 @@ class Speculation:
     """What drafting brought.
 
     Attributes:
+        mode: whether all trees had one shape, or each was chosen from what stages cost and bring.
         stages: verify stages.
         drafted: candidates that went through the target.
         emitted: tokens that verify stages gave, each stage's own token included.
         accepted_per_depth: for each depth from 1, how many stages accepted a candidate there.
+        widths: how many stages had so many tokens: the candidates and their root.
     """
 
+    mode: Literal["auto", "fixed"] = "fixed"
     stages: int = 0
     drafted: int = 0
     emitted: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
+    widths: dict[int, int] = field(default_factory=dict)
 
     @property
     def acceptance_length(self) -> float | None:
@@ -61,9 +65,20 @@ class Speculation:
         self.stages += 1
         self.drafted += drafted
         self.emitted += emitted
+        self.widths[drafted + 1] = self.widths.get(drafted + 1, 0) + 1
         self.accepted_per_depth += [0] * (accepted - len(self.accepted_per_depth))
         for depth in range(accepted):
             self.accepted_per_depth[depth] += 1
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "stages": self.stages,
+            "widths": {str(width): count for width, count in sorted(self.widths.items())},
+            "acceptance_length": self.acceptance_length,
+            "accepted_per_depth": self.accepted_per_depth,
+            "drafted": self.drafted,
+        }
 
 
 @dataclass
@@ -129,12 +144,7 @@ class Generation:
             "draft": self.draft,
             "sampling": asdict(self.sampling),
             "timing": self.timing.to_json(),
-            "speculation": {
-                "stages": self.speculation.stages,
-                "acceptance_length": self.speculation.acceptance_length,
-                "accepted_per_depth": self.speculation.accepted_per_depth,
-                "drafted": self.speculation.drafted,
-            },
+            "speculation": self.speculation.to_json(),
             "traffic": traffic,
             "expert_bytes_per_token": self.expert_bytes_per_token,
             "expert_bytes_per_token_plain": self.expert_bytes_plain,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from edgexpert.model.recorder import Recorder
 from edgexpert.model.running import StageOutput
 from edgexpert.policy import Policy
 from edgexpert.runtime.results import Speculation
+from edgexpert.speculation.controller import LARGEST, Controller
 from edgexpert.speculation.draft import Draft, DraftState, TreeShape
 from edgexpert.speculation.verify import Verifier
 
@@ -36,6 +38,7 @@ class Session:
 
     Attributes:
         policy: resolved for the model; decides all stages of this text.
+        tree: the shape of all trees, or of the largest that the controller may choose.
         committed: tokens in the cache, and behind them the root of the next tree.
         prompt_tokens_cached: how many tokens of the prompt came from another session's cache.
         exact_prefill_experts: expert bytes that the router alone would have loaded in prefill.
@@ -43,11 +46,14 @@ class Session:
     """
 
     def __init__(
-        self, host: HostedModel, policy: Policy, draft: Draft | None, tree: TreeShape, weigh: Weigh,
+        self, host: HostedModel, policy: Policy, draft: Draft | None, tree: TreeShape | Controller, weigh: Weigh,
         recorder: Recorder | None = None,
     ) -> None:
-        self.host, self.policy, self.draft, self.tree, self.recorder = host, policy, draft, tree, recorder
-        self.ledger, self.speculation = Ledger(), Speculation()
+        self.host, self.policy, self.draft, self.recorder = host, policy, draft, recorder
+        self._controller = tree if isinstance(tree, Controller) else None
+        self.tree = LARGEST if isinstance(tree, Controller) else tree
+        self.ledger = Ledger()
+        self.speculation = Speculation("fixed" if self._controller is None else "auto")
         self.committed: list[int] = []
         self.prompt_tokens_cached = 0
         self.exact_prefill_experts = 0.0
@@ -115,17 +121,19 @@ class Session:
         return self.policy.weigh_prompt(attention)[cached:]
 
     def propose(self) -> TokenTree:
-        """A tree below the last token, no larger than the cache has room for."""
+        """A tree below the last token, no larger than the cache has room for; the root alone where none is to be drafted."""
+        shape = self.tree if self._controller is None else self._controller.choose()
         room = self._cache.capacity - self._cache.length - 1
         root = self.committed[-1]
-        if self._state is None or min(self.tree.size, room) < 1:
+        if self._state is None or shape is None or min(shape.size, room) < 1:
             return TokenTree.of_root(root)
         with self.ledger.reading("decode", "draft", self._state):
-            return self._state.propose(root, replace(self.tree, size=min(self.tree.size, room)))
+            return self._state.propose(root, replace(shape, size=min(shape.size, room)))
 
     def step(self, verifier: Verifier) -> list[int]:
         """One verify stage: drafts, verifies, commits. Returns the tokens that it emits, at least one."""
         self._whole = False
+        started = time.perf_counter()
         drafted = self.propose()
         tree = verifier.extend(drafted)
         stage = Stage.verify(tree, self._cache.length)
@@ -135,6 +143,8 @@ class Session:
         new = self._commit(stage, path, output, next_token)
         accepted = sum(node < len(drafted) for node in path) - 1
         self.speculation.record(drafted.candidates, accepted, accepted + 1)
+        if self._controller is not None:
+            self._controller.record(accepted, time.perf_counter() - started)
         self._whole = True
         return new
 

@@ -19,9 +19,10 @@ import numpy as np
 
 from edgexpert.speculation.draft import TreeShape
 
+LARGEST = TreeShape(64, 6, 10)
 ARMS: tuple[TreeShape | None, ...] = (
     None, TreeShape(1, 1, 1), TreeShape(2, 2, 1), TreeShape(3, 3, 1), TreeShape(4, 4, 1),
-    TreeShape(8, 4, 4), TreeShape(16, 6, 4), TreeShape(32, 6, 8), TreeShape(64, 6, 10),
+    TreeShape(8, 4, 4), TreeShape(16, 6, 4), TreeShape(32, 6, 8), LARGEST,
 )
 """From the cheapest to the dearest; None is plain decoding."""
 
@@ -34,6 +35,9 @@ BREADTH = np.array([1, 1.4, 1.55, 1.75, 1.95])  # of each table: at a depth, a t
 GROWTH = np.array([0, 0.25, 0.08, 0.08, 0.08, 0.25, 0.35, 0.45, 0.5])  # of log seconds from arm to arm, before any was seen
 SPREAD = np.array([0, 0.35, 0.10, 0.08, 0.08, 0.25, 0.25, 0.25, 0.25])  # standard deviation of that
 NOISE = 0.2**2  # variance of one stage's seconds about what is expected, relative
+LONGEST = 1.5  # a stage counts as at most so many times what it was expected to take: what else the machine does hits all arms
+CLIP = 2.0  # standard deviations that the mean of some stages counts at most
+FAR = 3  # so many means in a row that were beyond that are no accident
 DRIFT, OWN_DRIFT = 1e-4, 1e-5  # what a stage adds to the variance of all arms together, and of each alone
 
 FIRST_GUESS, GUESS_WEIGHT = 0.5, 2.0  # acceptance before anything was seen, and how many stages that counts for
@@ -62,6 +66,7 @@ class Experience:
         walk = np.cumsum(SPREAD**2)
         self._log = math.log(0.01) + cumulated
         self._cov = 9.0 + np.minimum.outer(walk, walk) + 0.5 * np.outer(cumulated, cumulated)
+        self._far = 0
         self._lock = Lock()
         self.stages = 0
         self.tables = np.zeros((2, len(BREADTH), DEEPEST))
@@ -84,13 +89,17 @@ class Experience:
             cov[np.diag_indices(len(ARMS))] += OWN_DRIFT * stages
             variance = cov[arm, arm] + NOISE / stages
             gain = cov[arm] / variance
-            ratio, most = seconds / math.exp(self._log[arm]), 1 + 4 * math.sqrt(variance)
-            # while nothing is known the ratio can be anything; later its mean counts, not that of its logarithm
-            wrong = math.log(ratio) if cov[arm, arm] > 1 else min(ratio, most) - 1
+            ratio = seconds / math.exp(self._log[arm])
+            if cov[arm, arm] > 1:  # nothing is known yet
+                wrong = math.log(ratio)
+            else:  # not the logarithm of the ratio: the mean of the seconds counts
+                most = CLIP * math.sqrt(variance)
+                wrong = min(max(ratio - 1, -most), most)
             self._log = self._log + gain * wrong
             self._cov = cov - np.outer(gain, cov[arm])
-            if ratio > most:
-                self._cov[arm, arm] += NOISE  # if it was no accident, the next stages are believed sooner
+            self._far = self._far + 1 if abs(ratio - 1) > abs(wrong) else 0
+            if self._far >= FAR:
+                self._cov[arm, arm] += NOISE  # the next stages are believed sooner
 
 
 class Controller:
@@ -106,6 +115,7 @@ class Controller:
         self._left = 0  # stages until it chooses again
         self._seconds = 0.0  # of the stages since it chose
         self._count = 0
+        self._longest = math.inf  # seconds that a stage counts at most
         self._loss = 0.0  # expected of each stage with this arm
 
     def choose(self) -> TreeShape | None:
@@ -121,7 +131,7 @@ class Controller:
         self._stages += 1
         self._spent += seconds
         self._lost += self._loss
-        self._seconds += seconds
+        self._seconds += min(seconds, self._longest)
         self._count += 1
         depth = int(DEPTHS[self._arm])
         if depth == 0:
@@ -173,4 +183,5 @@ class Controller:
         affordable[best] = True  # whatever was lost before
         self._arm = int(np.where(affordable, hopeful, 0).argmax())
         self._loss = float(loss[self._arm])
+        self._longest = LONGEST * float(seconds[self._arm])
         self._left = 1 if self._stages < EARLY or self._arm != best else ROUND
