@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import nn
 
+from edgexpert.core.library import ALL_ATTENTION_FUNCTIONS, attention_implementation
 from edgexpert.core.stage import Stage, TokenTree
+from edgexpert.model.attention import watch_received_attention
 from edgexpert.model.host import HostedModel
 from edgexpert.model.router import detect_form, try_router
 from edgexpert.policy import Techniques
@@ -51,3 +55,26 @@ def test_received_attention_is_measured_without_changing_the_logits() -> None:
         host.run(Stage.prefill(prompt), cache, policy)
         logits.append(host.run(Stage.verify(tree, 10), cache, policy).logits)
     assert torch.equal(*logits)
+
+
+def test_attention_is_watched_for_the_text_that_wants_it_and_in_its_thread_alone() -> None:
+    model = make_model("qwen3_moe")
+    stage = Stage.verify(TokenTree(torch.tensor([8, 3]), torch.tensor([-1, 0]), torch.tensor([0.0, -0.1])), 10)
+    name = attention_implementation(model)
+    query, key = torch.randn(1, 4, 2, 16), torch.randn(1, 2, 12, 16)
+    received: dict[int, torch.Tensor] = {}
+
+    def attend() -> None:
+        layer = model.model.layers[0].self_attn
+        ALL_ATTENTION_FUNCTIONS[name](layer, query, key, key, None, scaling=0.25)
+
+    with watch_received_attention(model, received, stage, wanted=True):
+        other = threading.Thread(target=attend)
+        other.start()
+        other.join()
+        assert not received
+        attend()
+    assert list(received) == [0]
+    received.clear()
+    attend()
+    assert not received

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from edgexpert.kernels.modules import ATTENTION
 
 _running: ContextVar[Stage | None] = ContextVar("stage", default=None)
 _asked: ContextVar[list[MaskFunction] | None] = ContextVar("asked", default=None)
+_watched: ContextVar[tuple[Stage, dict[int, Tensor]] | None] = ContextVar("watched", default=None)
 
 
 @contextmanager
@@ -123,18 +125,34 @@ def watch_received_attention(
             f"the model type {model.config.model_type} runs with its own {name} attention, whose weights cannot be read; "
             "weigh channels by routing weight or path probability instead"
         )
-    attend, mask = ALL_ATTENTION_FUNCTIONS[name], stage.tree.mask
-
-    def watching(module: torch.nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        scores = (query @ keys.transpose(2, 3)).float() * (kwargs.get("scaling") or query.shape[-1] ** -0.5)  # [1, h, T, n]
-        scores[..., stage.prefix :] = scores[..., stage.prefix :].masked_fill(~mask.to(scores.device), float("-inf"))
-        share = scores.softmax(-1)[0, :, :, stage.prefix :].mean(0).cpu()  # [T, T]
-        received[int(module.layer_idx)] = share.sum(0) / mask.sum(0)  # type: ignore[arg-type]
-        return attend(module, query, key, *args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS.register(name, watching)
+    _make_watchable(name)
+    token = _watched.set((stage, received))
     try:
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS.register(name, attend)
+        _watched.reset(token)
+
+
+@cache
+def _make_watchable(name: str) -> None:
+    """Lets the library's attention ``name`` report to whoever watches in the same thread; others see no difference."""
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+
+    def watched(module: torch.nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+        watching = _watched.get()
+        if watching is not None:
+            stage, received = watching
+            received[int(module.layer_idx)] = _received(stage, query, key, kwargs.get("scaling"))  # type: ignore[arg-type]
+        return attend(module, query, key, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register(name, watched)
+
+
+def _received(stage: Stage, query: Tensor, key: Tensor, scaling: float | None) -> Tensor:
+    assert stage.tree is not None
+    mask = stage.tree.mask
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    scores = (query @ keys.transpose(2, 3)).float() * (scaling or query.shape[-1] ** -0.5)  # [1, h, T, n]
+    scores[..., stage.prefix :] = scores[..., stage.prefix :].masked_fill(~mask.to(scores.device), float("-inf"))
+    share = scores.softmax(-1)[0, :, :, stage.prefix :].mean(0).cpu()  # [T, T]
+    return share.sum(0) / mask.sum(0)

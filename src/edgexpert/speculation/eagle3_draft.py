@@ -48,15 +48,16 @@ class Eagle3State:
     def __init__(self, draft: Eagle3Draft) -> None:
         self._draft, self.bytes_read = draft, 0.0
         config, weight = draft.model.config, draft.model.norm.weight
-        self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)  # observed, not in the cache yet
-        self._hidden = weight.new_empty(0, config.hidden_size)  # their fused features
+        self._tokens: list[Tensor] = []  # observed, not in the cache yet, int64 [n] each
+        self._features: list[Tensor] = []  # theirs, [n, 3 * Ht] each: fused in one product where a tree is wanted
         self._cache = DraftCache(config, weight)
 
     def fork(self, length: int) -> Eagle3State:
         """The first ``length`` tokens' state; the last of them was paired with the token that the texts have in common, too."""
         other, pending = Eagle3State(self._draft), max(length - self._cache.length, 0)
         other._cache.take(self._cache, min(self._cache.length, length))
-        other._tokens, other._hidden = self._tokens[:pending], self._hidden[:pending]
+        if self._tokens:
+            other._tokens, other._features = [torch.cat(self._tokens)[:pending]], [torch.cat(self._features)[:pending]]
         return other
 
     @torch.no_grad()
@@ -64,19 +65,21 @@ class Eagle3State:
         """Takes in committed tokens, int64 [n], with target features [n, 3 * Ht]."""
         assert features is not None
         assert len(tokens) == len(features)
-        self._tokens = torch.cat([self._tokens, tokens.to(self._tokens)])
-        self._hidden = torch.cat([self._hidden, self._draft.model.fuse(features.to(self._hidden))])
-        self.bytes_read += self._draft.fuse_bytes
+        weight = self._draft.model.norm.weight
+        self._tokens.append(tokens.to(weight.device, torch.int64))
+        self._features.append(features.to(weight))
 
     @torch.no_grad()
     def propose(self, root: int, shape: TreeShape) -> TokenTree:
         """A tree of at most ``shape.size`` candidates below ``root``."""
-        assert len(self._tokens) > 0, "the target's feature of the token before the root is needed"
-        start = self._cache.length
-        tokens = torch.cat([self._tokens[1:], self._tokens.new_tensor([root])])
+        assert self._tokens, "the target's feature of the token before the root is needed"
+        start, observed = self._cache.length, torch.cat(self._tokens)
+        tokens = torch.cat([observed[1:], observed.new_tensor([root])])
         positions = torch.arange(start, start + len(tokens), device=tokens.device)
-        states = self._step(tokens, self._hidden, positions, None)[-1:]  # of the nodes of a level, [n, H]
-        self._tokens, self._hidden = self._tokens[:0], self._hidden[:0]
+        hidden = self._draft.model.fuse(torch.cat(self._features))
+        self.bytes_read += self._draft.fuse_bytes
+        states = self._step(tokens, hidden, positions, None)[-1:]  # of the nodes of a level, [n, H]
+        self._tokens, self._features = [], []
         length = self._cache.length  # what lies behind lasts for this tree
         ancestors = torch.empty(1, 0, dtype=torch.bool, device=tokens.device)  # among drafted tokens, [n, drafted]
         depth = 0
