@@ -48,6 +48,19 @@ def test_the_result_tells_the_choice() -> None:
     assert plain.items() >= {"mode": "fixed", "widths": {"1": 5}}.items(), "without a draft there is no choice"
 
 
+def test_a_text_that_depends_on_the_clock_says_so() -> None:
+    engine = make_engine(NgramDraft())
+
+    def warned(policy: str, tree: TreeShape | str) -> bool:
+        got = engine.generate(PROMPT, policy=policy, tree=tree, max_new_tokens=30, ignore_eos=True)
+        assert got.speculation.drafted > 0
+        return any("from run to run" in note for note in got.notes)
+
+    assert warned("edgexpert", "auto")
+    assert not warned("edgexpert", TreeShape(4, 4, 1))
+    assert not warned("exact", "auto")
+
+
 def test_where_no_tree_is_chosen_nothing_is_drafted() -> None:
     proposals = []
 

@@ -65,7 +65,7 @@ class TextStream(Iterator[str]):
             expert_bytes_exact_prefill=session.exact_prefill_experts,
             experts_per_layer_per_stage=session.experts_per_layer_per_stage,
             approximations=session.policy.approximations(),
-            notes=list(self._notes),
+            notes=[*self._notes, *_unsteady(session)],
         )
 
     def _produce(self) -> Iterator[str]:
@@ -102,3 +102,11 @@ class TextStream(Iterator[str]):
         piece, self._text = text[len(self._text) :], text
         if piece:
             yield piece
+
+
+def _unsteady(session: Session) -> list[str]:
+    """What to say where another run may give another text: trees follow the clock, and the policy decides within them."""
+    chosen = session.speculation.mode == "auto" and session.speculation.drafted > 0
+    if not chosen or not session.policy.approximations():
+        return []
+    return ["approximated within trees that were chosen by time, so the text may differ from run to run; a fixed size keeps it"]
