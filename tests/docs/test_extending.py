@@ -89,7 +89,8 @@ def test_a_run_under_the_policy_of_the_page_is_recorded_and_replays_to_the_bytes
 
     file, prompt = tmp_path / "run.parquet", tmp_path / "prompt.txt"
     prompt.write_text("a fox met a crow, a fox met a crow")
-    arguments = ("--model", tiny_checkpoint, "--policy", "few-experts", "--max-new-tokens", 4, "--json")
+    arguments = ("--model", tiny_checkpoint, "--policy", "few-experts", "--max-new-tokens", 4, "--speculation", 64,
+                 "--json")
     recorded = run("trace", "--prompts", prompt, "--out", file, *arguments)
     assert recorded.exit_code == 0, recorded.stderr
     generated = json.loads(run("generate", prompt.read_text(), *arguments).stdout)

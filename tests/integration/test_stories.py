@@ -43,7 +43,7 @@ def test_exact_text_is_that_of_transformers_for_every_draft_and_tree_size(engine
 
 def test_the_draft_is_accepted_at_least_two_and_a_half_tokens_a_stage(engine: Engine, texts: list[list[int]]) -> None:
     engine.set_policy(PRESETS["exact"])
-    runs = [engine.generate(text[:80], max_new_tokens=60, ignore_eos=True).speculation for text in texts[:4]]
+    runs = [engine.generate(text[:80], tree=TreeShape(), max_new_tokens=60, ignore_eos=True).speculation for text in texts[:4]]
     assert all(run.stages > 0 for run in runs)
     assert sum(run.emitted for run in runs) / sum(run.stages for run in runs) >= 2.5
 

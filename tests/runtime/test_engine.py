@@ -213,7 +213,7 @@ def test_every_byte_that_a_draft_reads_is_counted() -> None:
             states.append(Reader())
             return states[-1]
 
-    got = make_engine(make_model("olmoe"), ReadingDraft()).generate(PROMPT, max_new_tokens=20, ignore_eos=True)
+    got = make_engine(make_model("olmoe"), ReadingDraft()).generate(PROMPT, tree=TreeShape(), max_new_tokens=20, ignore_eos=True)
     assert got.traffic.prefill["draft"] == 10
     assert got.traffic.total("draft") == states[0].bytes_read
 

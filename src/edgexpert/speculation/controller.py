@@ -38,7 +38,7 @@ NOISE = 0.2**2  # variance of one stage's seconds about what is expected, relati
 LONGEST = 1.5  # a stage counts as at most so many times what it was expected to take: what else the machine does hits all arms
 CLIP = 2.0  # standard deviations that the mean of some stages counts at most
 FAR = 3  # so many means in a row that were beyond that are no accident
-DRIFT, OWN_DRIFT = 1e-4, 1e-5  # what a stage adds to the variance of all arms together, and of each alone
+DRIFT, OWN_DRIFT = 1e-4, 1e-4  # what a stage adds to the variance of all arms together, and of each alone
 
 FIRST_GUESS, GUESS_WEIGHT = 0.5, 2.0  # acceptance before anything was seen, and how many stages that counts for
 PRIOR_WEIGHT = 16.0  # stages that what others say of a table counts for
@@ -49,8 +49,9 @@ INHERITED = 24.0  # stages that earlier texts count for at most
 LOSS = 0.01  # share of the time that trying other arms may lose
 START_LOSS = 1.0  # and so many plain stages at the start
 ROUND = 4  # stages until it chooses again
-PLAIN = 2  # stages of the first text that have no tree
-EARLY = 24  # in so many stages of a text it chooses each time
+PLAIN = 3  # stages of the first text that have no tree
+ROUND_SECONDS, LONG_ROUND = 0.02, 32  # with the best arm a round takes so long, or so many stages: to choose takes 0.1 ms
+EARLY = 24  # in so many stages of the first text it chooses each time
 
 
 class Experience:
@@ -113,7 +114,8 @@ class Controller:
         self._spent = self._lost = 0.0
         self._arm = 0
         self._left = 0  # stages until it chooses again
-        self._seconds = 0.0  # of the stages since it chose
+        self._switched = True  # the next stage is the first with its arm
+        self._seconds = 0.0  # of the stages since it chose, the first one after a switch left out
         self._count = 0
         self._longest = math.inf  # seconds that a stage counts at most
         self._loss = 0.0  # expected of each stage with this arm
@@ -131,8 +133,13 @@ class Controller:
         self._stages += 1
         self._spent += seconds
         self._lost += self._loss
-        self._seconds += min(seconds, self._longest)
-        self._count += 1
+        if seconds > self._longest:
+            self._left = min(self._left, 1)  # it may not be worth a long round any more
+        if self._switched:  # caches hold what the arm before needed, and a draft may have to catch up
+            self._switched = False
+        else:
+            self._seconds += min(seconds, self._longest)
+            self._count += 1
         depth = int(DEPTHS[self._arm])
         if depth == 0:
             return
@@ -168,8 +175,8 @@ class Controller:
 
     def _decide(self) -> None:
         """Takes the arm that may be worth most among those that can be afforded; it may lose nothing where it is the best."""
-        if self._experience.stages < PLAIN:
-            self._left = 1
+        if self._experience.stages == 0:
+            self._left = PLAIN
             return
         tokens, token_variance = self._tokens()
         seconds = self._experience.seconds
@@ -179,9 +186,13 @@ class Controller:
         variance[best] = 0
         hopeful = value * np.exp(np.sqrt(variance))
         loss = seconds * (1 - value / value[best])
-        affordable = self._lost + loss <= LOSS * self._spent + START_LOSS * seconds[0]
+        stages = 1 if self._experience.stages < EARLY else ROUND
+        affordable = self._lost + stages * loss <= LOSS * self._spent + START_LOSS * seconds[0]
         affordable[best] = True  # whatever was lost before
-        self._arm = int(np.where(affordable, hopeful, 0).argmax())
+        arm = int(np.where(affordable, hopeful, 0).argmax())
+        self._switched, self._arm = arm != self._arm and stages > 1, arm
         self._loss = float(loss[self._arm])
         self._longest = LONGEST * float(seconds[self._arm])
-        self._left = 1 if self._stages < EARLY or self._arm != best else ROUND
+        if arm == best and stages == ROUND:
+            stages = max(ROUND, min(LONG_ROUND, int(ROUND_SECONDS / seconds[best])))
+        self._left = stages
