@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.fuzz.targets import Fuzzer
 
-EXAMPLES = {"device": 120, "trace": 60, "shape": 120, "gguf": 30}
+EXAMPLES = {"device": 120, "trace": 60, "shape": 120, "gguf": 30, "manifest": 300, "packed-config": 60, "config": 60,
+            "safetensors": 60}
 
 
 @pytest.fixture(scope="module", params=EXAMPLES)

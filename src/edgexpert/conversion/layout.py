@@ -16,17 +16,7 @@ from edgexpert.core.errors import UserError
 from edgexpert.model.blocks import MoeBlock, find_blocks
 from edgexpert.model.packed import check_packable
 from edgexpert.model.supported import check_supported
-from edgexpert.weights.manifest import (
-    PART_ALIGNMENT,
-    RECORD_ALIGNMENT,
-    Extent,
-    LayerLayout,
-    Linear,
-    MatrixLayout,
-    align,
-    end_of,
-    matrix_layout,
-)
+from edgexpert.weights.manifest import PART_ALIGNMENT, Extent, LayerLayout, Linear, MatrixLayout, layer_layout
 from edgexpert.weights.rounding import PADDING
 
 NARROW = PADDING
@@ -114,17 +104,15 @@ def _layer_layout(block: MoeBlock, names: dict[int, str], bits: int, options: Op
     experts = block.experts
     weights = block.weights()
     parameters = {"gate_up": names[id(getattr(experts, block.gate_up_name))], "down": names[id(experts.down_proj)]}
-    matrices: dict[str, MatrixLayout] = {}
-    start = 0
+    shapes: dict[str, tuple[int, int]] = {}
     for part, weight in (("gate_up", weights.gate_up), ("down", weights.down)):
         _, channels, outputs = weight.shape
         _check_group(parameters[part], channels, bits, options.group_size)
-        matrices[part] = matrix_layout(channels, outputs, bits, options.group_size, options.zero_point, start)
-        start = align(end_of(matrices[part]), PART_ALIGNMENT)
-    return LayerLayout(
-        layer=block.layer, experts=block.num_experts, offset=offset, stride=align(start, RECORD_ALIGNMENT),
-        gate_up=matrices["gate_up"], down=matrices["down"], gate=experts.has_gate,
-        interleaved=experts.has_gate and not experts.is_concatenated, transposed=experts.is_transposed, parameters=parameters,
+        shapes[part] = channels, outputs
+    return layer_layout(
+        block.layer, block.num_experts, offset, shapes["gate_up"], shapes["down"], bits, options.group_size, options.zero_point,
+        gate=experts.has_gate, interleaved=experts.has_gate and not experts.is_concatenated,
+        transposed=experts.is_transposed, parameters=parameters,
     )
 
 
@@ -157,8 +145,8 @@ def _linears(model: PreTrainedModel, blocks: list[MoeBlock], options: Options) -
 def _dense(source: Source, linears: dict[str, Linear], floats: list[str], options: Options) -> dict[str, DenseTensor]:
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, linear in linears.items():
-        layout = matrix_layout(linear.channels, linear.outputs, linear.bits, options.group_size, options.zero_point)
-        shapes.update({f"{name}.{part}": (torch_dtype(e), e.shape) for part, e in layout.extents.items()})
+        extents = linear.tensors(options.zero_point)
+        shapes.update({f"{name}.{part}": (torch_dtype(e), e.shape) for part, e in extents.items()})
     embeddings = {id(parameter) for parameter in source.model.get_input_embeddings().parameters()}
     for name, tensor in source.model.state_dict(keep_vars=True).items():
         if name in floats:

@@ -24,7 +24,7 @@ from edgexpert.conversion.layout import Layout
 from edgexpert.conversion.options import Options
 from edgexpert.conversion.sources.source import Source
 from edgexpert.core.errors import UserError
-from edgexpert.core.output import unfinished
+from edgexpert.core.output import synced, unfinished
 from edgexpert.weights.files import sha256
 from edgexpert.weights.manifest import DENSE, EXPERTS, MANIFEST, PART_ALIGNMENT, Manifest, align
 from edgexpert.weights.rounding import PackedMatrix
@@ -184,6 +184,7 @@ class Writer:
             manifest = self._manifest(source, options)
             manifest.save(self.folder)
             self.folder.rename(self.destination)
+            synced(self.destination.parent)
             (self.destination / JOURNAL).unlink()
         return manifest
 

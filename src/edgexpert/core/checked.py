@@ -88,6 +88,8 @@ def _value(hint: Any, value: Any, what: str, key: str) -> Any:
             kind = "tables, each under [[" + key + "]]" if is_dataclass(arguments[0]) else "values"
             raise _wrong(key, what, f"a list of {kind}", value)
         return origin(_value(arguments[0], item, what, f"{key}[{place}]") for place, item in enumerate(value))
+    if origin is dict and isinstance(value, dict) and arguments[1] is not Any:
+        return {name: _value(arguments[1], item, what, f"{key}[{str(name)[:60]}]") for name, item in value.items()}
     if is_dataclass(hint):
         return checked(hint, value, what, f"{key}.")  # type: ignore[arg-type]  # a class
     kind = origin or hint

@@ -22,6 +22,7 @@ from edgexpert.weights.manifest import read_manifest
 from edgexpert.weights.places import local_folder
 
 DTYPES: dict[str, Any] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": "auto"}
+MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,16 @@ def _check_config(folder: Path) -> None:
         config = None
     if not isinstance(config, dict) or "model_type" not in config:
         raise UserError(f"the config.json in {folder} is no JSON object with a model_type; download the checkpoint again")
-    if config["model_type"] not in CONFIG_MAPPING:
+    if not isinstance(config["model_type"], str) or config["model_type"] not in CONFIG_MAPPING:
         raise UserError(f"the model type {config['model_type']} in {folder} is not one that transformers {transformers_version} "
                         "knows; give another model, or upgrade transformers")
+    text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    layers = text.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:  # a module is made for each before any weight is looked for
+        raise UserError(f"the config.json in {folder} asks for {layers} layers, and {MOST_LAYERS} are the most; "
+                        "download the checkpoint again")
+    if any(isinstance(value, float) and not abs(value) <= torch.finfo(torch.float32).max for value in text.values()):
+        raise UserError(f"the config.json in {folder} has a number that no float32 holds; download the checkpoint again")
 
 
 def load_model(name: str, *, dtype: str | None = None, device: str = "cpu") -> LoadedModel:
@@ -106,9 +114,13 @@ def load_model(name: str, *, dtype: str | None = None, device: str = "cpu") -> L
         tokenizer = _load_tokenizer(source, name)
     except UserError:
         raise
+    except PermissionError as error:
+        raise UserError(f"permission to read {error.filename or name} is denied; allow it") from error
     except SafetensorError as error:
         raise UserError(f"a safetensors file of {name} is damaged or truncated ({error}); download it again") from error
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # of many kinds, as a configuration has many fields that may be wrong
         raise UserError(_explain(name, folder, error)) from error
     return LoadedModel(model.to(device), tokenizer, name, folder, notes + _rounding_notes(model.dtype))
 
@@ -164,5 +176,5 @@ def _explain(name: str, folder: Path | None, error: Exception) -> str:
             f"the model {name} is not on the Hub, or the Hub cannot be reached; check the name, or give the folder of a "
             "downloaded checkpoint"
         )
-    reason = str(error).strip().split("\n")[0][:200].replace("`", "'").rstrip(".")
+    reason = " ".join(str(error).split())[:200].replace("`", "'").rstrip(".") or type(error).__name__
     return f"the model {name} cannot be loaded as a causal language model ({reason}); give another checkpoint"

@@ -21,6 +21,7 @@ from edgexpert.core.routing import Routing
 from edgexpert.kernels.experts import PackedExpertWeights, run_experts
 from edgexpert.kernels.modules import ATTENTION, FloatEmbedding, PackedLinear, RowNorm, SteadyRows
 from edgexpert.kernels.reference import ACTIVATIONS
+from edgexpert.model.agreement import check_agreement
 from edgexpert.model.blocks import MoeBlock
 from edgexpert.model.native_layer import use_native_layers
 from edgexpert.model.supported import check_supported, known_blocks, run_without_numbers
@@ -41,6 +42,7 @@ def load_pack(folder: Path) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(pack.config, dtype=torch.float32, attn_implementation=ATTENTION)
     check_supported(model)
     tensors = pack.dense()
+    check_agreement(model, pack, tensors)
     linears = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, PackedMatrix)}
     tensors |= zip(linears, placed(list(linears.values())), strict=True)
     for name, tensor in tensors.items():
@@ -86,6 +88,7 @@ def load_dequantised(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     pack = Pack(folder)
     model = AutoModelForCausalLM.from_config(pack.config, dtype=dtype)
     check_supported(model)
+    check_agreement(model, pack, pack.dense())
     state = {name: pack.read_float(name).to(dtype) for name in pack.parameters}
     tied = tied_weights(model)
     missing = [name for name in model.state_dict() if name not in state and name not in tied]

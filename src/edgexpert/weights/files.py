@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from edgexpert.core.errors import UserError
-from edgexpert.weights.manifest import DENSE, EXPERTS, MANIFEST, LayerLayout, Manifest, read_manifest
+from edgexpert.weights.manifest import DENSE, DTYPES, EXPERTS, MANIFEST, LayerLayout, Manifest, read_manifest
 from edgexpert.weights.matrix import PackedExperts, PackedMatrix, dequantise
 from edgexpert.weights.store import ExpertStore, open_store
 
@@ -28,14 +29,14 @@ class Pack:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
-        for name in (EXPERTS, DENSE):
-            known, path = self.manifest.files.get(name), folder / name
+        known = {EXPERTS: self.manifest.experts_bytes, DENSE: self.manifest.files.get(DENSE, {}).get("bytes")}
+        for name, expected in known.items():
+            path = folder / name
             size = path.stat().st_size if path.is_file() else None
-            if known is not None and size != known["bytes"]:
-                raise UserError(
-                    f"the file {path} should have {known['bytes']} bytes and has {size or 0}; "
-                    "convert the checkpoint again"
-                )
+            if size is None or (expected is not None and size != expected):
+                raise UserError(f"the file {path} should have {expected} bytes and has {size or 0}; convert the checkpoint again")
+            if not os.access(path, os.R_OK):
+                raise UserError(f"permission to read the file {path} is denied; allow it")
 
     @cached_property
     def config(self) -> PreTrainedConfig:
@@ -94,11 +95,18 @@ class Pack:
             raise UserError(f"the file {self.folder / DENSE} is damaged ({error}); convert the checkpoint again") from error
         tensors: dict[str, Tensor | PackedMatrix] = {}
         for name, linear in self.manifest.linears.items():
-            values, scales, zeros = (stored.pop(f"{name}.{part}", None) for part in ("values", "scales", "zeros"))
-            if values is None:
-                raise UserError(f"the file {self.folder / DENSE} lacks {name}; convert the checkpoint again")
+            arrays: dict[str, Tensor | None] = {"values": None, "scales": None, "zeros": None}
+            for part, extent in linear.tensors(self.manifest.zero_point).items():
+                array = arrays[part] = stored.pop(f"{name}.{part}", None)
+                if array is None:
+                    raise UserError(f"the file {self.folder / DENSE} lacks {name}.{part}; convert the checkpoint again")
+                if array.dtype != DTYPES[extent.dtype] or tuple(array.shape) != extent.shape:
+                    raise UserError(f"{name}.{part} in the file {self.folder / DENSE} has another type or shape than "
+                                    f"{MANIFEST} says; convert the checkpoint again")
+            assert arrays["values"] is not None
             tensors[name] = PackedMatrix(
-                values, scales, zeros, linear.channels, linear.outputs, linear.bits, linear.group or linear.channels
+                arrays["values"], arrays["scales"], arrays["zeros"], linear.channels, linear.outputs, linear.bits,
+                linear.group or linear.channels,
             )
         return {**tensors, **stored}
 
@@ -109,14 +117,16 @@ def verify(folder: Path) -> list[str]:
     Raises:
         UserError: a file is missing or has changed.
     """
-    files = read_manifest(folder).files
-    for name, known in files.items():
+    manifest = read_manifest(folder)
+    if not manifest.sha256:
+        raise UserError(f"the file {folder / MANIFEST} has no hash of its own; convert the checkpoint again")
+    for name, known in manifest.files.items():
         path = folder / name
         if not path.is_file():
             raise UserError(f"the file {path} is missing; convert the checkpoint again")
         if sha256(path) != known["sha256"]:
             raise UserError(f"the file {path} is not what was written (its SHA-256 differs); convert the checkpoint again")
-    return list(files)
+    return [MANIFEST, *manifest.files]
 
 
 def sha256(path: Path) -> str:

@@ -6,14 +6,17 @@ describes it byte by byte.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
+from edgexpert.core.checked import Range, checked
 from edgexpert.core.errors import UserError
+from edgexpert.core.output import synced
 from edgexpert.weights.rounding import PADDING, padded
 
 FORMAT = "edgexpert"
@@ -26,14 +29,17 @@ RECORD_ALIGNMENT = 4096
 DTYPES = {"uint8": torch.uint8, "int8": torch.int8, "float16": torch.float16, "bfloat16": torch.bfloat16}
 VALUES = {4: "uint8", 8: "int8", 16: "bfloat16"}
 
+Count = Annotated[int, Range(1, 2**31 - 1)]
+Place = Annotated[int, Range(0, 2**63 - 1)]
+
 
 @dataclass(frozen=True)
 class Extent:
     """An array in a file: its first byte (in an expert: counted from the record's first byte), element type and shape."""
 
-    offset: int
+    offset: Place
     dtype: str
-    shape: tuple[int, int]
+    shape: tuple[Count, ...]
 
     @property
     def bytes(self) -> int:
@@ -44,10 +50,10 @@ class Extent:
 class MatrixLayout:
     """A packed matrix in a record: C channels, N outputs, and its arrays."""
 
-    channels: int
-    outputs: int
-    bits: int
-    group: int | None
+    channels: Count
+    outputs: Count
+    bits: Count
+    group: Count | None
     values: Extent
     scales: Extent | None
     zeros: Extent | None
@@ -70,10 +76,10 @@ class LayerLayout:
         errors: relative error of gate_up and down of every expert, ||W - W'|| / ||W||.
     """
 
-    layer: int
-    experts: int
-    offset: int
-    stride: int
+    layer: Place
+    experts: Count
+    offset: Place
+    stride: Count
     gate_up: MatrixLayout
     down: MatrixLayout
     gate: bool
@@ -87,11 +93,15 @@ class LayerLayout:
 class Linear:
     """A quantised linear layer in dense.safetensors: tensors NAME.values, NAME.scales and NAME.zeros."""
 
-    channels: int
-    outputs: int
-    bits: int
-    group: int | None
+    channels: Count
+    outputs: Count
+    bits: Count
+    group: Count | None
     error: float = 0.0
+
+    def tensors(self, zero_point: bool) -> dict[str, Extent]:
+        """Type and shape of NAME.values, NAME.scales and NAME.zeros."""
+        return matrix_layout(self.channels, self.outputs, self.bits, self.group or self.channels, zero_point).extents
 
 
 @dataclass(frozen=True)
@@ -104,13 +114,14 @@ class Manifest:
         rtn_fallbacks: experts that GPTQ rounded to nearest, since too few calibration tokens reached them.
         linears: quantised linear layers by parameter name.
         files: bytes and SHA-256 of every other file of the folder.
+        sha256: of the manifest itself, see `content_hash`.
     """
 
     source: dict[str, Any]
     method: str
     dummy: bool
     bits: dict[str, int]
-    group_size: int
+    group_size: Count
     zero_point: bool
     layers: list[LayerLayout]
     linears: dict[str, Linear]
@@ -119,9 +130,24 @@ class Manifest:
     edgexpert: str = ""
     format: str = FORMAT
     format_version: int = VERSION
+    sha256: str = ""
+
+    @property
+    def experts_bytes(self) -> int:
+        """Length of the experts' file."""
+        return self.layers[-1].offset + self.layers[-1].experts * self.layers[-1].stride
+
+    @property
+    def content_hash(self) -> str:
+        """SHA-256 of everything in it but ``sha256``, as JSON with its keys in order."""
+        content = {key: value for key, value in asdict(self).items() if key != "sha256"}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Writes it, and waits until it is on the disk."""
+        path = folder / MANIFEST
+        path.write_text(json.dumps(asdict(replace(self, sha256=self.content_hash)), indent=1) + "\n")
+        synced(path)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -133,31 +159,70 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         stored = json.loads(path.read_text())
-        if stored.get("format") != FORMAT:
+        if not isinstance(stored, dict) or stored.get("format") != FORMAT:
             raise UserError(f"the file {path} is not the manifest of a packed checkpoint; make one with edgexpert convert")
-        if stored["format_version"] > VERSION:
+        version = stored.get("format_version")
+        if isinstance(version, int) and version > VERSION:
             raise UserError(
-                f"the folder {folder} has format version {stored['format_version']}, and this edgexpert reads up to {VERSION}; "
+                f"the folder {folder} has format version {version}, and this edgexpert reads up to {VERSION}; "
                 "install a newer edgexpert"
             )
-        stored["layers"] = [
-            LayerLayout(**{**layer, "gate_up": _matrix(layer["gate_up"]), "down": _matrix(layer["down"])})
-            for layer in stored["layers"]
-        ]
-        stored["linears"] = {name: Linear(**linear) for name, linear in stored["linears"].items()}
-        return Manifest(**stored)
     except FileNotFoundError:
         raise UserError(f"the folder {folder} has no {MANIFEST}; make a packed checkpoint with edgexpert convert") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except PermissionError:
+        raise UserError(f"permission to read the file {path} is denied; allow it") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"the file {path} is damaged ({error}); convert the checkpoint again") from error
+    manifest = checked(Manifest, stored, f"the damaged file {path}")
+    wrong = _first_contradiction(manifest)
+    if not wrong and manifest.sha256 not in ("", manifest.content_hash):
+        wrong = "its own SHA-256 differs"
+    if wrong:
+        raise UserError(f"the file {path} is damaged ({wrong}); convert the checkpoint again")
+    return manifest
 
 
-def _matrix(stored: dict[str, Any]) -> MatrixLayout:
-    extents = {
-        name: None if stored[name] is None else Extent(**{**stored[name], "shape": tuple(stored[name]["shape"])})
-        for name in ("values", "scales", "zeros")
-    }
-    return MatrixLayout(**{**stored, **extents})
+def _first_contradiction(manifest: Manifest) -> str | None:
+    """What in a manifest does not follow from its shapes, so that no number of a file is an address that nobody computed."""
+    if not manifest.layers:
+        return "it has no layers"
+    if any(matrix.channels % 4 or (matrix.bits < 16 and matrix.channels % manifest.group_size)
+           for layer in manifest.layers for matrix in (layer.gate_up, layer.down)):
+        return "its groups do not divide the channels"
+    offset, latest = 0, -1
+    for layer in manifest.layers:
+        name, gate_up, down = f"layer {layer.layer}", layer.gate_up, layer.down
+        if layer.layer <= latest:
+            return f"{name} comes after layer {latest}"
+        if set(layer.parameters) != {"gate_up", "down"} or not all(isinstance(one, str) for one in layer.parameters.values()):
+            return f"the parameters of {name} are not gate_up and down"
+        if down.outputs != gate_up.channels or down.channels * (2 if layer.gate else 1) != gate_up.outputs:
+            return f"gate_up and down of {name} have shapes that do not go together"
+        if gate_up.bits not in VALUES:
+            return f"{name} has {gate_up.bits} bits"
+        computed = layer_layout(
+            layer.layer, layer.experts, offset, (gate_up.channels, gate_up.outputs), (down.channels, down.outputs),
+            gate_up.bits, manifest.group_size, manifest.zero_point, gate=layer.gate, interleaved=layer.interleaved and layer.gate,
+            transposed=layer.transposed, parameters=layer.parameters,
+        )
+        if replace(layer, errors={}) != computed:
+            return f"{name} lies elsewhere than its shapes say"
+        offset, latest = offset + layer.experts * layer.stride, layer.layer
+    for name, linear in manifest.linears.items():
+        if linear.bits not in VALUES or linear.channels % (linear.group or 1) or (linear.group is None) != (linear.bits == 16):
+            return f"bits and group of {name} do not go together"
+    return None
+
+
+def layer_layout(
+    layer: int, experts: int, offset: int, gate_up: tuple[int, int], down: tuple[int, int], bits: int, group: int,
+    zero_point: bool, *, gate: bool, interleaved: bool, transposed: bool, parameters: dict[str, str],
+) -> LayerLayout:
+    """Where the experts of a layer stand, beginning at ``offset``. Both matrices are given as (channels, outputs)."""
+    first = matrix_layout(*gate_up, bits, group, zero_point)
+    second = matrix_layout(*down, bits, group, zero_point, align(end_of(first), PART_ALIGNMENT))
+    stride = align(align(end_of(second), PART_ALIGNMENT), RECORD_ALIGNMENT)
+    return LayerLayout(layer, experts, offset, stride, first, second, gate, interleaved, transposed, parameters)
 
 
 def matrix_layout(channels: int, outputs: int, bits: int, group: int, zero_point: bool, offset: int = 0) -> MatrixLayout:
