@@ -18,7 +18,9 @@ def test_a_checkpoint_is_converted_verified_and_written_back(run: Run, tiny_chec
     assert 0.01 < facts["relative_error_of_experts"] < 0.2 and not facts["dummy"]
     assert facts["bytes"]["experts.pack"] == (tmp_path / "out" / "experts.pack").stat().st_size
     assert "as they were written" in run("info", tmp_path / "out", "--verify").stdout
-    assert run("convert", tmp_path / "out", tmp_path / "back", "--to", "compressed-tensors").exit_code == 0
+    back = run("convert", tmp_path / "out", tmp_path / "back", "--to", "compressed-tensors", "--json")
+    assert back.exit_code == 0
+    assert sum(json.loads(back.stdout)["bytes"].values()) == sum(file.stat().st_size for file in (tmp_path / "back").iterdir())
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
 
@@ -44,6 +46,7 @@ def test_mistakes_are_one_sentence_and_exit_code_2(run: Run, tiny_checkpoint: Pa
         ((tmp_path / "nowhere", tmp_path / "out"), "There is no model"),
         (("--dummy", "gpt-7", tmp_path / "out"), "There is no shape"),
         ((tiny_checkpoint, tmp_path / "out", "--to", "compressed-tensors"), "has no manifest.json"),
+        ((tiny_checkpoint, tmp_path / "out", "--to", "compressed-tensors", "--bits", 8), "--bits says how to pack"),
     ):
         result = run("convert", *arguments)
         assert result.exit_code == 2 and sentence in result.stderr, arguments

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from edgexpert.conversion.convert import Advance
     from edgexpert.weights.manifest import Manifest
 
+PACKING = ("dummy", "bits", "group_size", "method", "zero_point", "calibration", "keep")
+
 
 def convert(
+    context: typer.Context,
     paths: Annotated[
         list[str],
         typer.Argument(
@@ -55,7 +58,12 @@ def convert(
 ) -> None:
     """Write a checkpoint in packed form. An interrupted conversion is continued by the same command."""
     if to == "compressed-tensors":
-        write_back(paths)
+        sources = {name: context.get_parameter_source(name) for name in PACKING}
+        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        if given:
+            raise UserError(f"--{given[0].replace('_', '-')} says how to pack, and --to compressed-tensors keeps what is packed; "
+                            "leave it out")
+        write_back(paths, json)
         return
     from edgexpert.conversion.convert import convert as run
     from edgexpert.conversion.options import Options, parse_keep
@@ -76,7 +84,7 @@ def convert(
         print_facts(destination, manifest)
 
 
-def write_back(paths: list[str]) -> None:
+def write_back(paths: list[str], json: bool) -> None:
     """A packed checkpoint as a compressed-tensors one."""
     from edgexpert.conversion.export import export
 
@@ -85,7 +93,11 @@ def write_back(paths: list[str]) -> None:
     source, destination = (Path(path).expanduser() for path in paths)
     with progress_bar("writing") as advance:
         export(source, destination, advance)
-    print_line(f"saved in {destination}")
+    if json:
+        sizes = {path.name: path.stat().st_size for path in sorted(destination.iterdir())}
+        print_json({"folder": str(destination), "format": "compressed-tensors", "bytes": sizes})
+    else:
+        print_line(f"saved in {destination}")
 
 
 @contextmanager
