@@ -15,7 +15,7 @@ import torch
 import typer
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.dummy import DummySource, dummy_config
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
@@ -50,7 +50,7 @@ def packed_model(name: str, work: Path) -> Path:
     """A packed checkpoint, made once: of the bundled model, or of random weights in a named shape."""
     folder = work / name
     if not folder.exists():
-        convert(open_source(name) if name == BUNDLED else DummySource(dummy_config(name), name), folder, Options())
+        convert(open_source(name) if name == BUNDLED else DummySource(dummy_config(name), name), folder, PackOptions())
     return folder
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.dummy import DummySource, dummy_config
 from tests.conftest import make_model
 
@@ -20,7 +20,7 @@ def test_auto_takes_turns_with_every_fixed_choice(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(BENCHMARKS)
     controller = importlib.import_module("controller")
     make_model("granitemoe", num_hidden_layers=8, vocab_size=5000).config.save_pretrained(tmp_path)
-    convert(DummySource(dummy_config(str(tmp_path)), "tiny"), tmp_path / "tiny", Options(4, 8))
+    convert(DummySource(dummy_config(str(tmp_path)), "tiny"), tmp_path / "tiny", PackOptions(4, 8))
     fixed = tuple(shape for shape in controller.FIXED if shape.size in (0, 2, 64))
     for name, value in {"FIXED": fixed, "PROMPTS": ("Once upon a time",), "NEW_TOKENS": 40, "POLICIES": ("exact",)}.items():
         monkeypatch.setattr(controller, name, value)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.dummy import DummySource, dummy_config
 from edgexpert.speculation.draft import TreeShape
 from tests.conftest import make_model
@@ -23,7 +23,7 @@ def test_trees_are_replayed_at_the_acceptance_length_that_the_bundled_model_reac
     monkeypatch.syspath_prepend(BENCHMARKS)
     speculation = importlib.import_module("speculation")
     make_model("granitemoe", num_hidden_layers=8, vocab_size=5000).config.save_pretrained(tmp_path)
-    convert(DummySource(dummy_config(str(tmp_path)), "tiny"), tmp_path / "tiny", Options(4, 8))
+    convert(DummySource(dummy_config(str(tmp_path)), "tiny"), tmp_path / "tiny", PackOptions(4, 8))
     for name, value in {"TREES": (TreeShape(2, 2, 1),), "PROMPTS": ("Once upon a time",), "NEW_TOKENS": 40}.items():
         monkeypatch.setattr(speculation, name, value)
     speculation.main(tmp_path, shapes="tiny", threads=1, repetitions=1, json_file=tmp_path / "found.json")

@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.export import export
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
 from edgexpert.weights.manifest import EXPERTS
 from tests.conversion.conftest import TINY, checkpoint, float_weights
 
 
-def packed_and_exported(family: str, folder: Path, options: Options) -> Path:
+def packed_and_exported(family: str, folder: Path, options: PackOptions) -> Path:
     _, source = checkpoint(family, folder / "source")
     convert(source, folder / "packed", options)
     export(folder / "packed", folder / "exported")
@@ -28,11 +28,11 @@ def packed_and_exported(family: str, folder: Path, options: Options) -> Path:
 
 @pytest.mark.parametrize("family", sorted(set(TINY) - {"granitemoe"}))  # whose experts the format has no place for
 @pytest.mark.parametrize("options", [
-    Options(4, 8, keep={"lm_head": 16}),
-    Options(8, 8, keep={"lm_head": 16}),
-    Options(4, 8, zero_point=True, keep={"lm_head": 16}),
+    PackOptions(4, 8, keep={"lm_head": 16}),
+    PackOptions(8, 8, keep={"lm_head": 16}),
+    PackOptions(4, 8, zero_point=True, keep={"lm_head": 16}),
 ], ids=["4 bits", "8 bits", "zero points"])
-def test_a_round_trip_changes_no_byte_of_the_experts(family: str, options: Options, tmp_path: Path) -> None:
+def test_a_round_trip_changes_no_byte_of_the_experts(family: str, options: PackOptions, tmp_path: Path) -> None:
     exported = packed_and_exported(family, tmp_path, options)
     convert(open_source(str(exported)), tmp_path / "again", options)
     assert (tmp_path / "again" / EXPERTS).read_bytes() == (tmp_path / "packed" / EXPERTS).read_bytes()
@@ -45,7 +45,7 @@ def test_the_library_decompresses_what_was_exported(tmp_path: Path) -> None:
     from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    exported = packed_and_exported("olmoe", tmp_path, Options(4, 8, zero_point=True))
+    exported = packed_and_exported("olmoe", tmp_path, PackOptions(4, 8, zero_point=True))
     config = json.loads((exported / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(config).config_groups["group_4_bits"]
     tensors = load_file(exported / "model-00002-of-00003.safetensors")
@@ -59,7 +59,7 @@ def test_the_library_decompresses_what_was_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["granitemoe", "qwen3_moe", "deepseek_v2"])
 def test_transformers_loads_what_was_exported_with_the_packed_checkpoints_logits(family: str, tmp_path: Path) -> None:
-    exported = packed_and_exported(family, tmp_path, Options(4, 8, keep={"lm_head": 16}))
+    exported = packed_and_exported(family, tmp_path, PackOptions(4, 8, keep={"lm_head": 16}))
     loaded, info = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32).eval()
@@ -73,7 +73,7 @@ def test_transformers_loads_what_was_exported_with_the_packed_checkpoints_logits
 def test_every_linear_layer_is_either_a_target_or_ignored(tmp_path: Path) -> None:
     import re
 
-    exported = packed_and_exported("qwen3_moe", tmp_path, Options(4, 8, keep={"attention": 16}))
+    exported = packed_and_exported("qwen3_moe", tmp_path, PackOptions(4, 8, keep={"attention": 16}))
     config = json.loads((exported / "config.json").read_text())["quantization_config"]
     targets = config["config_groups"]["group_4_bits"]["targets"]
     index = json.loads((exported / "model.safetensors.index.json").read_text())["weight_map"]
@@ -87,23 +87,23 @@ def test_every_linear_layer_is_either_a_target_or_ignored(tmp_path: Path) -> Non
 
 
 def test_coarser_groups_are_split_without_loss(tmp_path: Path) -> None:
-    exported = packed_and_exported("olmoe", tmp_path, Options(4, 8))
-    manifest = convert(open_source(str(exported)), tmp_path / "finer", Options(4, 4))
+    exported = packed_and_exported("olmoe", tmp_path, PackOptions(4, 8))
+    manifest = convert(open_source(str(exported)), tmp_path / "finer", PackOptions(4, 4))
     name = "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(float_weights(tmp_path / "finer")[name], float_weights(tmp_path / "packed")[name])
     assert set(manifest.layers[1].errors["down"]) == {0.0}
 
 
 def test_other_bits_are_rounded_anew_from_the_stored_weights(tmp_path: Path) -> None:
-    exported = packed_and_exported("olmoe", tmp_path, Options(4, 8))
-    convert(open_source(str(exported)), tmp_path / "wide", Options(16))
+    exported = packed_and_exported("olmoe", tmp_path, PackOptions(4, 8))
+    convert(open_source(str(exported)), tmp_path / "wide", PackOptions(16))
     name = "model.layers.1.mlp.experts.down_proj"
     expected = float_weights(tmp_path / "packed")[name].bfloat16().float()
     assert torch.equal(float_weights(tmp_path / "wide")[name], expected)
 
 
 def test_unread_variants_are_refused(tmp_path: Path) -> None:
-    exported = packed_and_exported("olmoe", tmp_path, Options(4, 8))
+    exported = packed_and_exported("olmoe", tmp_path, PackOptions(4, 8))
     config = json.loads((exported / "config.json").read_text())
     config["quantization_config"]["format"] = "marlin-24"
     (exported / "config.json").write_text(json.dumps(config))

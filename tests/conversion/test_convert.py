@@ -14,7 +14,7 @@ import torch
 import edgexpert
 from edgexpert.conversion import writer as writer_module
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options, parse_keep
+from edgexpert.conversion.options import PackOptions, parse_keep
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.conversion.writer import JOURNAL, Writer
 from edgexpert.core.errors import UserError
@@ -33,7 +33,7 @@ DOCUMENTED = Path(__file__).parents[2] / "docs" / "format.md"
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_oss"}))
 def test_at_16_bits_everything_comes_back_bit_for_bit(family: str, tmp_path: Path) -> None:
     model, source = checkpoint(family, tmp_path / "source")
-    convert(source, tmp_path / "out", Options(16))
+    convert(source, tmp_path / "out", PackOptions(16))
     weights = float_weights(tmp_path / "out")
     state = model.state_dict()
     assert set(weights) == set(state)
@@ -42,8 +42,8 @@ def test_at_16_bits_everything_comes_back_bit_for_bit(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("family", TINY)
-@pytest.mark.parametrize("options", [Options(4, 8), Options(8, 4), Options(4, 8, zero_point=True)], ids=str)
-def test_at_fewer_bits_what_comes_back_is_what_rounding_gives(family: str, options: Options, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [PackOptions(4, 8), PackOptions(8, 4), PackOptions(4, 8, zero_point=True)], ids=str)
+def test_at_fewer_bits_what_comes_back_is_what_rounding_gives(family: str, options: PackOptions, tmp_path: Path) -> None:
     model, source = checkpoint(family, tmp_path / "source")
     manifest = convert(source, tmp_path / "out", options)
     weights, state = float_weights(tmp_path / "out"), model.state_dict()
@@ -65,7 +65,7 @@ def test_the_documented_ten_lines_read_an_expert(tmp_path: Path) -> None:
     assert snippet is not None and len(snippet[1].strip().splitlines()) <= 12
     scope: dict = {}
     exec(snippet[1], scope)
-    for number, options in enumerate((Options(4, 8), Options(4, 8, zero_point=True), Options(8, 8))):
+    for number, options in enumerate((PackOptions(4, 8), PackOptions(4, 8, zero_point=True), PackOptions(8, 8))):
         convert(source, tmp_path / f"out{number}", options)
         pack = Pack(tmp_path / f"out{number}")
         for part in ("gate_up", "down"):
@@ -75,7 +75,7 @@ def test_the_documented_ten_lines_read_an_expert(tmp_path: Path) -> None:
 
 def test_records_and_arrays_are_aligned_and_the_layers_experts_are_one_view(tmp_path: Path) -> None:
     _, source = checkpoint("qwen3_moe", tmp_path / "source")
-    convert(source, tmp_path / "out", Options(4, 8, zero_point=True))
+    convert(source, tmp_path / "out", PackOptions(4, 8, zero_point=True))
     pack = Pack(tmp_path / "out")
     for layer in pack.manifest.layers:
         assert layer.offset % 4096 == 0 and layer.stride % 4096 == 0
@@ -88,7 +88,7 @@ def test_records_and_arrays_are_aligned_and_the_layers_experts_are_one_view(tmp_
 
 def test_a_tied_head_gets_a_copy_of_its_own(tmp_path: Path) -> None:
     model, source = checkpoint("granitemoe", tmp_path / "source", tie_word_embeddings=True)
-    convert(source, tmp_path / "out", Options(4, 8, keep=parse_keep(["lm_head=8"])))
+    convert(source, tmp_path / "out", PackOptions(4, 8, keep=parse_keep(["lm_head=8"])))
     dense = Pack(tmp_path / "out").dense()
     head, embeddings = dense["lm_head.weight"], dense["model.embed_tokens.weight"]
     assert isinstance(head, PackedMatrix) and head.bits == 8
@@ -96,7 +96,7 @@ def test_a_tied_head_gets_a_copy_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_bundled_model_is_a_source_too(tmp_path: Path) -> None:
-    convert(open_source("stories"), tmp_path / "out", Options(16))
+    convert(open_source("stories"), tmp_path / "out", PackOptions(16))
     weights = float_weights(tmp_path / "out")
     pack = Pack(bundled_folder("stories"))
     assert set(pack.parameters) == weights.keys()
@@ -105,7 +105,7 @@ def test_the_bundled_model_is_a_source_too(tmp_path: Path) -> None:
 
 def test_a_packed_checkpoint_made_floats_is_the_library_s_model_on_the_rounded_weights(tmp_path: Path) -> None:
     checkpoint("olmoe", tmp_path / "source")
-    convert(open_source(str(tmp_path / "source")), tmp_path / "out", Options(8, 8))
+    convert(open_source(str(tmp_path / "source")), tmp_path / "out", PackOptions(8, 8))
     loaded = load_model(str(tmp_path / "out"), dtype="float32")
     expected = float_weights(tmp_path / "out")
     assert all(torch.equal(tensor, expected[name].float()) for name, tensor in loaded.model.state_dict().items())
@@ -118,7 +118,7 @@ def test_a_packed_checkpoint_made_floats_is_the_library_s_model_on_the_rounded_w
 def test_floats_keep_their_type(tmp_path: Path) -> None:
     model, _ = checkpoint("olmoe", tmp_path / "source")
     model.float().save_pretrained(tmp_path / "float")
-    convert(open_source(str(tmp_path / "float")), tmp_path / "out", Options(4, 8))
+    convert(open_source(str(tmp_path / "float")), tmp_path / "out", PackOptions(4, 8))
     dense = Pack(tmp_path / "out").dense()
     assert dense["model.layers.0.mlp.gate.weight"].dtype == torch.float32
     assert dense["model.embed_tokens.weight"].dtype == torch.bfloat16
@@ -133,7 +133,7 @@ def test_killed_again_and_again_it_ends_with_the_same_files(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, source = checkpoint("olmoe", tmp_path / "source")
-    convert(source, tmp_path / "whole", Options(4, 8))
+    convert(source, tmp_path / "whole", PackOptions(4, 8))
     real, countdown, kills = getattr(Writer, moment), [0], 0
 
     def dying(self: Writer, *args: object) -> None:
@@ -147,7 +147,7 @@ def test_killed_again_and_again_it_ends_with_the_same_files(
     while not done:
         countdown[0] = 7 + 40 * (moment == "_write")
         try:
-            convert(source, tmp_path / "out", Options(4, 8))
+            convert(source, tmp_path / "out", PackOptions(4, 8))
             done = True
         except Killed:
             kills += 1
@@ -163,7 +163,7 @@ def test_half_a_line_of_the_journal_is_forgotten(tmp_path: Path, monkeypatch: py
     interrupt(source, tmp_path / "out", monkeypatch)
     journal = tmp_path / "out.unfinished" / JOURNAL
     journal.write_bytes(journal.read_bytes()[:-9])
-    convert(source, tmp_path / "out", Options(4, 8))
+    convert(source, tmp_path / "out", PackOptions(4, 8))
     assert verify(tmp_path / "out")
 
 
@@ -171,8 +171,8 @@ def test_other_options_do_not_continue_a_conversion(tmp_path: Path, monkeypatch:
     _, source = checkpoint("olmoe", tmp_path / "source")
     interrupt(source, tmp_path / "out", monkeypatch)
     with pytest.raises(UserError, match="with other options"):
-        convert(source, tmp_path / "out", Options(8, 8))
-    convert(source, tmp_path / "out", Options(4, 8))
+        convert(source, tmp_path / "out", PackOptions(8, 8))
+    convert(source, tmp_path / "out", PackOptions(4, 8))
 
 
 def interrupt(source: object, destination: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +180,7 @@ def interrupt(source: object, destination: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(Writer, "write_experts", lambda *_: (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
-            convert(source, destination, Options(4, 8))  # type: ignore[arg-type]
+            convert(source, destination, PackOptions(4, 8))  # type: ignore[arg-type]
 
 
 def test_a_full_disk_is_one_sentence_and_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,24 +192,25 @@ def test_a_full_disk_is_one_sentence_and_can_be_continued(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(writer_module.os, "fsync", full)
         with pytest.raises(UserError, match="disk is full"):
-            convert(source, tmp_path / "out", Options(4, 8))
-    convert(source, tmp_path / "out", Options(4, 8))
+            convert(source, tmp_path / "out", PackOptions(4, 8))
+    convert(source, tmp_path / "out", PackOptions(4, 8))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))  # type: ignore[attr-defined]
         with pytest.raises(UserError, match="GB free"):
-            convert(source, tmp_path / "second", Options(4, 8))
+            convert(source, tmp_path / "second", PackOptions(4, 8))
     assert not list(tmp_path.glob("second*"))
 
 
 def test_bad_requests_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     _, source = checkpoint("olmoe", tmp_path / "source")
     with pytest.raises(UserError, match=r"does not divide the 24 input channels of model\.layers\.0\.mlp\.experts\.down_proj"):
-        convert(source, tmp_path / "out", Options(4, 16))
+        convert(source, tmp_path / "out", PackOptions(4, 16))
     with pytest.raises(UserError, match="exists"):
-        convert(source, tmp_path / "source", Options(4, 8))
+        convert(source, tmp_path / "source", PackOptions(4, 8))
     with pytest.raises(UserError, match="belong together"):
-        convert(source, tmp_path / "out", Options(4, 8, "gptq"))
-    for bad in (lambda: Options(5), lambda: Options(8, zero_point=True), lambda: Options(4, 6), lambda: parse_keep(["router=8"])):
+        convert(source, tmp_path / "out", PackOptions(4, 8, "gptq"))
+    bad_options = (lambda: PackOptions(5), lambda: PackOptions(8, zero_point=True), lambda: PackOptions(4, 6))
+    for bad in (*bad_options, lambda: parse_keep(["router=8"])):
         with pytest.raises(UserError):
             bad()
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
@@ -222,17 +223,17 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     shard = tmp_path / "source" / index["weight_map"].pop(name)
     (tmp_path / "source" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="has 7 of the 8 tensors"):
-        convert(open_source(str(tmp_path / "source")), tmp_path / "out", Options(4, 8))
+        convert(open_source(str(tmp_path / "source")), tmp_path / "out", PackOptions(4, 8))
     assert not list(tmp_path.glob("out*"))
     checkpoint("olmoe", tmp_path / "source")
     shard.write_bytes(shard.read_bytes()[:-100])
     with pytest.raises(UserError, match="damaged or truncated"):
-        convert(open_source(str(tmp_path / "source")), tmp_path / "out", Options(4, 8))
+        convert(open_source(str(tmp_path / "source")), tmp_path / "out", PackOptions(4, 8))
 
 
 def test_a_changed_file_and_a_newer_format_are_refused(tmp_path: Path) -> None:
     _, source = checkpoint("olmoe", tmp_path / "source")
-    convert(source, tmp_path / "out", Options(4, 8))
+    convert(source, tmp_path / "out", PackOptions(4, 8))
     assert set(verify(tmp_path / "out")) == {p.name for p in (tmp_path / "out").iterdir()}
     raw = bytearray((tmp_path / "out" / EXPERTS).read_bytes())
     raw[1000] ^= 1
@@ -255,7 +256,7 @@ def test_a_changed_file_and_a_newer_format_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_draft_and_calibrated_hyperparameters_beside_the_checkpoint_come_along(tmp_path: Path) -> None:
-    convert(open_source("stories"), tmp_path / "packed", Options())
+    convert(open_source("stories"), tmp_path / "packed", PackOptions())
     engine = edgexpert.load(str(tmp_path / "packed"))
     assert engine.draft is not None and engine.draft.name == "eagle3"
     assert engine.host.calibrated == edgexpert.load("stories", draft="none").host.calibrated

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
 from edgexpert.model.loading import load_model
@@ -26,7 +26,7 @@ Json = dict[str, Any]
 def pack(tmp_path: Path) -> Path:
     make_model("olmoe").save_pretrained(tmp_path / "source")
     make_tokenizer().save_pretrained(tmp_path / "source")
-    convert(open_source(str(tmp_path / "source")), tmp_path / "pack", Options(4, 8))
+    convert(open_source(str(tmp_path / "source")), tmp_path / "pack", PackOptions(4, 8))
     return tmp_path / "pack"
 
 

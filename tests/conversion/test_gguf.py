@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.gguf import GgufSource
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
@@ -52,7 +52,7 @@ def test_deepseeks_split_keys_and_values_are_joined(tmp_path: Path) -> None:
 ])
 def test_every_tensor_type_is_read_as_the_gguf_package_reads_it(type: Type, changes: dict, tmp_path: Path) -> None:
     write_gguf(make_model("granitemoe", **changes), tmp_path / "m.gguf", type)
-    convert(GgufSource(tmp_path / "m.gguf"), tmp_path / "out", Options(bits=16))
+    convert(GgufSource(tmp_path / "m.gguf"), tmp_path / "out", PackOptions(bits=16))
     weights = float_weights(tmp_path / "out")
     tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     for part, name in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down")):
@@ -68,7 +68,7 @@ def test_every_tensor_type_is_read_as_the_gguf_package_reads_it(type: Type, chan
 def test_blocks_of_the_same_form_are_taken_over_without_loss(type: Type, bits: int, tmp_path: Path) -> None:
     write_gguf(make_model("granitemoe", **ROUND), tmp_path / "m.gguf", type)
     source = GgufSource(tmp_path / "m.gguf")
-    manifest = convert(source, tmp_path / "out", Options(bits=bits, group_size=32))
+    manifest = convert(source, tmp_path / "out", PackOptions(bits=bits, group_size=32))
     weights = float_weights(tmp_path / "out")
     for name in weights:
         if "norm" not in name and "embed" not in name:
@@ -84,7 +84,7 @@ def test_q4_0_blocks_survive_rounding_to_nearest_too(tmp_path: Path) -> None:
 
 def test_the_tokenizer_comes_from_the_file(tmp_path: Path) -> None:
     write_gguf(make_model("olmoe", num_hidden_layers=1), tmp_path / "m.gguf")
-    convert(GgufSource(tmp_path / "m.gguf"), tmp_path / "out", Options(group_size=8))
+    convert(GgufSource(tmp_path / "m.gguf"), tmp_path / "out", PackOptions(group_size=8))
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -130,5 +130,5 @@ def test_an_unknown_tensor_type_is_named(tmp_path: Path) -> None:
 def test_a_missing_tensor_is_named_before_anything_is_written(tmp_path: Path) -> None:
     write_gguf(make_model("olmoe", num_hidden_layers=1), tmp_path / "m.gguf", leave_out="blk.0.ffn_up_exps.weight")
     with pytest.raises(UserError, match=r"lacks the tensor blk\.0\.ffn_up_exps\.weight"):
-        convert(GgufSource(tmp_path / "m.gguf"), tmp_path / "out", Options(group_size=8))
+        convert(GgufSource(tmp_path / "m.gguf"), tmp_path / "out", PackOptions(group_size=8))
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from edgexpert.conversion.calibration import ENOUGH_TOKENS, PRIOR_TOKENS, calibration_tokens
 from edgexpert.conversion.convert import convert
 from edgexpert.conversion.gptq import gptq
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
 from edgexpert.core.resources import bundled_folder
@@ -78,7 +78,7 @@ def test_the_bundled_model_loses_less_on_held_out_text_than_by_rounding(tmp_path
     increase = {}
     for method in ("rtn", "gptq"):
         calibration = tmp_path / "calibration.txt" if method == "gptq" else None
-        options = Options(4, 32, method, keep={"lm_head": 16})  # type: ignore[arg-type]
+        options = PackOptions(4, 32, method, keep={"lm_head": 16})  # type: ignore[arg-type]
         manifest = convert(source, tmp_path / method, options, calibration=calibration)
         model.load_state_dict(float_weights(tmp_path / method))
         rounded = log_probabilities(model, held_out)
@@ -92,7 +92,7 @@ def test_the_bundled_model_loses_less_on_held_out_text_than_by_rounding(tmp_path
 def test_layer_by_layer_the_weights_are_bit_for_bit_those_of_a_model_that_is_in_memory_whole(family: str, tmp_path: Path) -> None:
     _, source = checkpoint(family, tmp_path / "source")
     (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 7)
-    manifest = convert(source, tmp_path / "out", Options(4, 8, "gptq"), calibration=tmp_path / "text.txt")
+    manifest = convert(source, tmp_path / "out", PackOptions(4, 8, "gptq"), calibration=tmp_path / "text.txt")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
     written, blocks = float_weights(tmp_path / "out"), {block.layer: block for block in find_blocks(model)}
     sequences = calibration_tokens(source, tmp_path / "text.txt")
@@ -141,7 +141,7 @@ def inputs_of(modules: list[torch.nn.Module], model: PreTrainedModel, sequences:
 def test_experts_that_see_too_few_tokens_are_rounded_to_nearest_and_listed(tmp_path: Path) -> None:
     model, source = checkpoint("olmoe", tmp_path / "source")
     (tmp_path / "text.txt").write_text("abcdefgh" * 8)
-    manifest = convert(source, tmp_path / "out", Options(4, 8, "gptq"), calibration=tmp_path / "text.txt")
+    manifest = convert(source, tmp_path / "out", PackOptions(4, 8, "gptq"), calibration=tmp_path / "text.txt")
     few = {(f["layer"], f["expert"]) for f in manifest.rtn_fallbacks}
     assert 0 < len(few) < 16
     weights = float_weights(tmp_path / "out")
@@ -156,5 +156,5 @@ def test_a_text_without_tokens_is_refused(tmp_path: Path) -> None:
     _, source = checkpoint("olmoe", tmp_path / "source")
     (tmp_path / "text.txt").write_text("abc")
     with pytest.raises(UserError, match="has only 3 tokens"):
-        convert(source, tmp_path / "out", Options(4, 8, "gptq"), calibration=tmp_path / "text.txt")
+        convert(source, tmp_path / "out", PackOptions(4, 8, "gptq"), calibration=tmp_path / "text.txt")
     assert not list(tmp_path.glob("out*"))

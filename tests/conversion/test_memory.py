@@ -13,7 +13,7 @@ from transformers import Qwen3MoeConfig
 
 from edgexpert.conversion import calibration
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from tests.conftest import make_tokenizer
 
@@ -59,11 +59,11 @@ def write_checkpoint(folder: Path, layers: int, experts: int) -> None:
 def test_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "small", 1, 2)
     write_checkpoint(tmp_path / "large", LAYERS, 16)
-    convert(open_source(str(tmp_path / "small")), tmp_path / "warm", Options(4))  # what is loaded and allocated only once
+    convert(open_source(str(tmp_path / "small")), tmp_path / "warm", PackOptions(4))  # what is loaded and allocated only once
     source = open_source(str(tmp_path / "large"))
     (PROCESS / "clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
-    convert(source, tmp_path / "out", Options(4))
+    convert(source, tmp_path / "out", PackOptions(4))
     assert resident("VmHWM") - before < 2 * LAYER_BYTES + (8 << 20)  # the model has eight layers
 
 
@@ -76,7 +76,7 @@ def test_gptq_has_one_layer_in_float32_and_what_goes_through_it(tmp_path: Path, 
         make_tokenizer().save_pretrained(tmp_path / name)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox. " * 40)
-    options = Options(4, 32, "gptq")
+    options = PackOptions(4, 32, "gptq")
     convert(open_source(str(tmp_path / "small")), tmp_path / "warm", options, calibration=text)
     source = open_source(str(tmp_path / "large"))
     (PROCESS / "clear_refs").write_text("5")

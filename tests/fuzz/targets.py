@@ -84,11 +84,11 @@ def make_checkpoint(folder: Path) -> None:
 
 def make_packed(folder: Path) -> None:
     from edgexpert.conversion.convert import convert
-    from edgexpert.conversion.options import Options
+    from edgexpert.conversion.options import PackOptions
     from edgexpert.conversion.sources.opening import open_source
 
     make_checkpoint(folder / "source")
-    convert(open_source(str(folder / "source")), folder / "packed", Options(4, 32, "rtn", False, {}))
+    convert(open_source(str(folder / "source")), folder / "packed", PackOptions(4, 32, "rtn", False, {}))
     shutil.rmtree(folder / "source")
 
 
@@ -119,12 +119,12 @@ def make_gguf(folder: Path) -> None:
 
 def read_gguf(folder: Path) -> None:
     from edgexpert.conversion.convert import convert
-    from edgexpert.conversion.options import Options
+    from edgexpert.conversion.options import PackOptions
     from edgexpert.conversion.sources.opening import open_source
 
     place = folder / "packed"
     try:
-        manifest = convert(open_source(str(folder / "model.gguf")), place, Options(4, 32, "rtn", False, {}))
+        manifest = convert(open_source(str(folder / "model.gguf")), place, PackOptions(4, 32, "rtn", False, {}))
         assert manifest.layers
     finally:
         for left in folder.glob("packed*"):

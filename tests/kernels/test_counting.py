@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import native
 from edgexpert.model.host import HostedModel
@@ -20,11 +20,11 @@ ISAS = [path for path in native.available() if path != "torch"]
 pytestmark = pytest.mark.skipif(native.path() == "torch", reason="no native kernels here")
 
 FORMS = {
-    "4 bits": ("granitemoe", Options(4, 32)),
-    "zero points": ("olmoe", Options(4, 32, zero_point=True)),
-    "8 bits": ("qwen3_moe", Options(8, 32)),
-    "16 bits": ("olmoe", Options(16)),
-    "shared experts": ("deepseek_v2", Options(4, 16)),
+    "4 bits": ("granitemoe", PackOptions(4, 32)),
+    "zero points": ("olmoe", PackOptions(4, 32, zero_point=True)),
+    "8 bits": ("qwen3_moe", PackOptions(8, 32)),
+    "16 bits": ("olmoe", PackOptions(16)),
+    "shared experts": ("deepseek_v2", PackOptions(4, 16)),
 }
 POLICIES = {
     "exact": PRESETS["exact"],

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import native
@@ -48,7 +48,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)  # as initialised they would do nothing
         model.bfloat16().save_pretrained(tmp_path / "source")
         make_tokenizer().save_pretrained(tmp_path / "source")
-        convert(open_source(str(tmp_path / "source")), tmp_path / "packed", Options(8, 32))
+        convert(open_source(str(tmp_path / "source")), tmp_path / "packed", PackOptions(8, 32))
         ours = packed.load_pack(tmp_path / "packed")
         monkeypatch.setattr(packed, "use_native_layers", lambda model, blocks: 0)
         return ours, packed.load_pack(tmp_path / "packed")
@@ -136,3 +136,6 @@ def test_attention_that_a_policy_watches_is_the_librarys(load: Load) -> None:
     ours, library = load("olmoe")
     policy = replace(PRESETS["coalesced"], token_weight="attention")
     torch.testing.assert_close(logits(ours, policy), logits(library, policy), rtol=1e-4, atol=1e-4)
+    layer = ours.base_model.layers[0].forward
+    layer.library = None  # the next text is nobody's to watch, and the native layer's again
+    logits(ours)

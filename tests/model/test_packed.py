@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
 from edgexpert.core.resources import bundled_folder
@@ -31,7 +31,7 @@ from tests.speculation.drafts import RandomDraft
 FAMILIES = ("granitemoe", "olmoe", "deepseek_v2", "qwen3_moe")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_a_16_bit_pack_are_those_of_the_library_on_the_same_weights(family: str, tmp_path: Path) -> None:
-    folder = make_pack(family, tmp_path, Options(16))
+    folder = make_pack(family, tmp_path, PackOptions(16))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16).float().eval()
     host = HostedModel(load_model(str(folder)).model)
     ids = torch.arange(2, 30)
@@ -60,7 +60,7 @@ TREE = TokenTree(
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_a_tree_on_packed_weights_gives_plain_decoding_bit_for_bit(family: str, bits: int, tmp_path: Path) -> None:
-    host = HostedModel(load_model(str(make_pack(family, tmp_path, Options(bits, 32)))).model)
+    host = HostedModel(load_model(str(make_pack(family, tmp_path, PackOptions(bits, 32)))).model)
     prompt = torch.arange(2, 20)
     cache = host.new_cache(40)
     host.run(Stage.prefill(prompt), cache)
@@ -91,7 +91,7 @@ def test_techniques_read_what_they_plan_and_stay_near_the_library_on_the_same_pl
     family: str, policy: str, tmp_path: Path
 ) -> None:
     # the host itself asserts that bytes planned are bytes read
-    folder = make_pack(family, tmp_path, Options(16))
+    folder = make_pack(family, tmp_path, PackOptions(16))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.bfloat16).float().eval()
     outputs = []
     for model in (load_model(str(folder)).model, reference):
@@ -162,7 +162,7 @@ def test_a_type_that_is_named_makes_floats_of_packed_weights(tmp_path: Path) -> 
 
 
 def test_the_draft_of_a_packed_model_computes_in_float32_and_leaves_the_models_embedding_alone(tmp_path: Path) -> None:
-    convert(open_source("stories"), tmp_path / "packed", Options(4, 32))
+    convert(open_source("stories"), tmp_path / "packed", PackOptions(4, 32))
     loaded = load_model(str(tmp_path / "packed"))
     embedding = loaded.model.get_input_embeddings()
     draft, notes = load_draft(str(bundled_folder("stories") / "draft"), loaded.model, loaded.tokenizer, loaded.folder)

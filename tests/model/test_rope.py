@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.stage import Stage
 from edgexpert.kernels import native
@@ -52,7 +52,7 @@ def test_a_text_does_not_depend_on_the_texts_before_it(source: Path) -> None:
 def test_packed_trees_equal_plain_decoding_bit_for_bit(source: Path, tmp_path: Path) -> None:
     if native.path() == "torch":
         pytest.skip("PyTorch's products depend on what else is in the call")
-    convert(open_source(str(source)), tmp_path / "packed", Options(8, 32))
+    convert(open_source(str(source)), tmp_path / "packed", PackOptions(8, 32))
     host = HostedModel(load_model(str(tmp_path / "packed")).model)
     assert host.native is not None
     text, _ = greedy(library(source), PROMPTS[0])

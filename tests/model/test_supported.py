@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
 from edgexpert.model.finite import explain_not_finite
@@ -54,7 +54,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", ["gate_up", "down"])
 def test_a_packed_scale_that_is_not_finite_is_named_with_its_layer_and_expert(part: str, tmp_path: Path) -> None:
     save(tiny_config("qwen3_moe"), tmp_path / "source")
-    convert(open_source(str(tmp_path / "source")), tmp_path / "packed", Options(4, 32))
+    convert(open_source(str(tmp_path / "source")), tmp_path / "packed", PackOptions(4, 32))
     host = HostedModel(load_model(str(tmp_path / "packed")).model)
     packed = host.blocks[1].packed
     assert packed is not None
@@ -80,11 +80,11 @@ def test_the_tokenizer_is_not_asked_before_the_model(tmp_path: Path) -> None:
 
 
 def open_and_convert(folder: Path) -> None:
-    convert(open_source(str(folder)), folder / "packed", Options(4, 32))
+    convert(open_source(str(folder)), folder / "packed", PackOptions(4, 32))
 
 
 def test_nothing_is_written_for_what_is_refused(tmp_path: Path) -> None:
     save(tiny_config("mimo_v2_flash"), tmp_path / "source")
     with pytest.raises(UserError, match="attention sinks"):
-        convert(open_source(str(tmp_path / "source")), tmp_path / "packed", Options(4, 32))
+        convert(open_source(str(tmp_path / "source")), tmp_path / "packed", PackOptions(4, 32))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

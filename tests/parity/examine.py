@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
 from edgexpert.core.stage import Stage, TokenTree
@@ -241,7 +241,7 @@ def packed(row: Row, source: Path, folder: Path, bits: tuple[int, ...]) -> str |
     def load(width: int) -> HostedModel:
         place = folder / f"packed{width}"
         if not place.exists():
-            convert(open_source(str(source)), place, Options(width, 32))
+            convert(open_source(str(source)), place, PackOptions(width, 32))
         return HostedModel(load_model(str(place)).model)
 
     prompt = PROMPTS[-1]

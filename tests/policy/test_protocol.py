@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.errors import UserError
 from edgexpert.core.routing import ChannelSelection, Routing, Scores
@@ -39,7 +39,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         folder: Path = tmp_path_factory.mktemp("pack")
         model.save_pretrained(folder / "source")
         make_tokenizer().save_pretrained(folder / "source")
-        convert(open_source(str(folder / "source")), folder / "packed", Options(4, 32))
+        convert(open_source(str(folder / "source")), folder / "packed", PackOptions(4, 32))
         model = load_pack(folder / "packed")
     host = HostedModel(model.float() if request.param == "hosted" else model)
     assert (host.native is not None) == (request.param == "packed" and native.path() != "torch")

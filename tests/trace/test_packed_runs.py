@@ -11,7 +11,7 @@ import torch
 
 import edgexpert
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.plan import LayerPlan
 from edgexpert.core.resources import bundled_folder
@@ -37,7 +37,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("pack")
     if request.param != "stories":
         return edgexpert.load(str(make_pack(request.param, folder, num_hidden_layers=3)), draft="ngram")
-    convert(open_source("stories"), folder / "stories", Options(4, 32))
+    convert(open_source("stories"), folder / "stories", PackOptions(4, 32))
     return edgexpert.load(str(folder / "stories"), draft=str(bundled_folder("stories") / "draft"))
 
 

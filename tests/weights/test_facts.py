@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.core.errors import UserError
 from edgexpert.core.stage import Stage
 from edgexpert.encoder.encoder import ImportanceEncoder
@@ -59,7 +59,7 @@ def test_sizes_and_memory_of_a_float_checkpoint(family: str, dtype: str, tmp_pat
 @pytest.mark.parametrize("family", TINY)
 def test_sizes_and_memory_of_a_packed_checkpoint(family: str, bits: int, tmp_path: Path) -> None:
     _, source = checkpoint(family, tmp_path / "float")
-    convert(source, tmp_path / "packed", Options(bits=bits, group_size=8))
+    convert(source, tmp_path / "packed", PackOptions(bits=bits, group_size=8))
     facts = read_facts(tmp_path / "packed")
     assert (facts.kind, facts.stored, facts.random) == ("packed", f"packed {bits} bits", False)
     assert facts.parameters == read_facts(tmp_path / "float").parameters

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.core.stage import Stage, TokenTree
 from edgexpert.kernels import native
 from edgexpert.model.host import HostedModel
@@ -28,10 +28,10 @@ from tests.weights.stores import SmallStore
 
 COUNT, SLOTS, LAYERS = 32, 20, 3  # a stage of eight tokens uses 16 experts of a layer at most
 FORMS = {
-    "olmoe": Options(4, 32),
-    "qwen3_moe": Options(8, 32),
-    "deepseek_v2": Options(4, 32, zero_point=True),  # its shared experts keep it from native layers
-    "granitemoe": Options(16),
+    "olmoe": PackOptions(4, 32),
+    "qwen3_moe": PackOptions(8, 32),
+    "deepseek_v2": PackOptions(4, 32, zero_point=True),  # its shared experts keep it from native layers
+    "granitemoe": PackOptions(16),
 }
 WAYS = ("in one call", "layer by layer", "in PyTorch")
 TREE = TokenTree(torch.arange(3, 11), torch.tensor([-1, 0, 0, 1, 1, 2, 3, 5]), -torch.arange(8.0) / 2)

@@ -66,11 +66,11 @@ def convert(
         write_back(paths, json)
         return
     from edgexpert.conversion.convert import convert as run
-    from edgexpert.conversion.options import Options, parse_keep
+    from edgexpert.conversion.options import PackOptions, parse_keep
     from edgexpert.conversion.sources.dummy import DummySource, dummy_config
     from edgexpert.conversion.sources.opening import open_source
 
-    options = Options(bits, group_size, method, zero_point, parse_keep(keep or ()))  # type: ignore[arg-type]
+    options = PackOptions(bits, group_size, method, zero_point, parse_keep(keep or ()))  # type: ignore[arg-type]
     expected = 1 if dummy else 2
     if len(paths) != expected:
         raise UserError(f"give {'the new folder alone beside --dummy' if dummy else 'a checkpoint and a new folder'}")

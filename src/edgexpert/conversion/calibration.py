@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from edgexpert.conversion.gptq import gptq
 from edgexpert.conversion.layout import Layout
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.source import Source, meta_model
 from edgexpert.core.errors import UserError
 from edgexpert.core.library import compute_buffers
@@ -66,7 +66,7 @@ def calibration_tokens(source: Source, file: Path) -> list[Tensor]:
     return [part[None] for part in ids.split(length) if len(part) > 1]
 
 
-def round_layers(source: Source, layout: Layout, options: Options, sequences: list[Tensor]) -> Iterator[Rounded]:
+def round_layers(source: Source, layout: Layout, options: PackOptions, sequences: list[Tensor]) -> Iterator[Rounded]:
     """GPTQ of every parameter of the decoder layers, in their order."""
     model = meta_model(source.config).eval()
     layers = decoder_layers(model)
@@ -172,7 +172,7 @@ def _observe(
 
 
 def _round_experts(
-    model: PreTrainedModel, source: Source, block: MoeBlock, routed: Routed, layout: Layout, options: Options
+    model: PreTrainedModel, source: Source, block: MoeBlock, routed: Routed, layout: Layout, options: PackOptions
 ) -> Iterator[Rounded]:
     """Both parameters of a layer's experts. The layer gets its weights back as they were rounded when the source's are gone."""
     names = next(layer.parameters for layer in layout.layers if layer.layer == block.layer)
@@ -206,7 +206,7 @@ def _round_experts(
 
 
 def _round_some(
-    weights: Tensor, enough: list[int], inputs: Callable[[int], Tensor], prior: Tensor, bits: int, options: Options
+    weights: Tensor, enough: list[int], inputs: Callable[[int], Tensor], prior: Tensor, bits: int, options: PackOptions
 ) -> list[PackedMatrix]:
     """The matrices [E, C, N] of all experts: GPTQ on the inputs [n, C] of those that have enough, the others to nearest."""
     _, channels, outputs = weights.shape

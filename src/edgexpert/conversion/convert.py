@@ -12,7 +12,7 @@ from torch import Tensor
 
 from edgexpert.conversion.calibration import calibration_tokens, round_layers
 from edgexpert.conversion.layout import Layout, plan_layout
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.source import Source
 from edgexpert.conversion.writer import Writer
 from edgexpert.core.errors import UserError
@@ -29,7 +29,7 @@ Advance = Callable[[int, int], None]
 def convert(
     source: Source,
     destination: Path,
-    options: Options,
+    options: PackOptions,
     advance: Advance = lambda done, total: None,
     calibration: Path | None = None,
 ) -> Manifest:
@@ -59,7 +59,7 @@ def convert(
 
 
 def _convert_all(
-    source: Source, writer: Writer, options: Options, sequences: list[Tensor] | None, advance: Advance
+    source: Source, writer: Writer, options: PackOptions, sequences: list[Tensor] | None, advance: Advance
 ) -> Manifest:
     layout = writer.layout
     names = [*layout.linears, *layout.floats, *layout.experts]
@@ -90,7 +90,7 @@ def bytes_of(layout: Layout, name: str) -> int:
     return sum(layout.dense[key].bytes for key in keys if key in layout.dense)
 
 
-def _convert_one(source: Source, writer: Writer, layout: Layout, name: str, options: Options) -> None:
+def _convert_one(source: Source, writer: Writer, layout: Layout, name: str, options: PackOptions) -> None:
     if name in layout.floats:
         writer.write_float(name, source.read(name))
         return
@@ -106,7 +106,7 @@ def _write(writer: Writer, layout: Layout, name: str, matrices: Iterator[PackedM
 
 
 def _matrices(
-    source: Source, layout: Layout, name: str, options: Options, facts: dict[str, Any]
+    source: Source, layout: Layout, name: str, options: PackOptions, facts: dict[str, Any]
 ) -> Iterator[PackedMatrix]:
     """The packed matrices of a parameter, one for each expert. ``facts`` gains the relative error of each."""
     matrix = layout.matrix(name)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.source import Source
 from edgexpert.core.errors import UserError
 from edgexpert.model.blocks import MoeBlock, find_blocks
@@ -76,7 +76,7 @@ class Layout:
         return parameter if self.experts[name][0].transposed else parameter.transpose(1, 2)
 
 
-def plan_layout(source: Source, options: Options) -> Layout:
+def plan_layout(source: Source, options: PackOptions) -> Layout:
     """The layout of a source's model.
 
     Raises:
@@ -100,7 +100,7 @@ def plan_layout(source: Source, options: Options) -> Layout:
     return Layout(layers, experts, linears, floats, _dense(source, linears, floats, options))
 
 
-def _layer_layout(block: MoeBlock, names: dict[int, str], bits: int, options: Options, offset: int) -> LayerLayout:
+def _layer_layout(block: MoeBlock, names: dict[int, str], bits: int, options: PackOptions, offset: int) -> LayerLayout:
     experts = block.experts
     weights = block.weights()
     parameters = {"gate_up": names[id(getattr(experts, block.gate_up_name))], "down": names[id(experts.down_proj)]}
@@ -126,7 +126,7 @@ def _check_group(name: str, channels: int, bits: int, group: int) -> None:
         )
 
 
-def _linears(model: PreTrainedModel, blocks: list[MoeBlock], options: Options) -> dict[str, Linear]:
+def _linears(model: PreTrainedModel, blocks: list[MoeBlock], options: PackOptions) -> dict[str, Linear]:
     """Linear layers to pack, by the name of their weight."""
     kept = {id(p) for block in blocks for module in (block.router, block.experts) for p in module.parameters()}
     head = model.get_output_embeddings()
@@ -142,7 +142,7 @@ def _linears(model: PreTrainedModel, blocks: list[MoeBlock], options: Options) -
     return linears
 
 
-def _dense(source: Source, linears: dict[str, Linear], floats: list[str], options: Options) -> dict[str, DenseTensor]:
+def _dense(source: Source, linears: dict[str, Linear], floats: list[str], options: PackOptions) -> dict[str, DenseTensor]:
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, linear in linears.items():
         extents = linear.tensors(options.zero_point)

@@ -10,12 +10,12 @@ from edgexpert.core.errors import UserError
 from edgexpert.weights.rounding import BITS
 
 Method = Literal["rtn", "gptq"]
-PARTS = ("experts", "attention", "shared_experts", "lm_head")
+PACKED_PARTS = ("experts", "attention", "shared_experts", "lm_head")
 """Parts of a model that are quantised; routers, norms, biases and embeddings keep their floats."""
 
 
 @dataclass(frozen=True)
-class Options:
+class PackOptions:
     """Bits of the weights, and how they are rounded.
 
     Attributes:
@@ -42,7 +42,7 @@ class Options:
 
     @property
     def bits_by_part(self) -> dict[str, int]:
-        return {part: self.keep.get(part, self.bits) for part in PARTS}
+        return {part: self.keep.get(part, self.bits) for part in PACKED_PARTS}
 
 
 def parse_keep(items: Sequence[str]) -> dict[str, int]:
@@ -50,7 +50,7 @@ def parse_keep(items: Sequence[str]) -> dict[str, int]:
     keep: dict[str, int] = {}
     for item in items:
         part, _, bits = item.partition("=")
-        if part not in PARTS or not bits.isdigit():
-            raise UserError(f"--keep {item} is not understood; give PART=BITS with a part of {', '.join(PARTS)}")
+        if part not in PACKED_PARTS or not bits.isdigit():
+            raise UserError(f"--keep {item} is not understood; give PART=BITS with a part of {', '.join(PACKED_PARTS)}")
         keep[part] = int(bits)
     return keep

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from edgexpert.conversion.layout import Layout
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.source import Source
 from edgexpert.core.errors import UserError
 from edgexpert.core.output import synced, unfinished
@@ -178,7 +178,7 @@ class Writer:
         text += b" " * (align(8 + len(text), PART_ALIGNMENT) - 8 - len(text))
         return len(text).to_bytes(8, "little") + text
 
-    def complete(self, source: Source, options: Options) -> Manifest:
+    def complete(self, source: Source, options: PackOptions) -> Manifest:
         """Adds the manifest and gives the folder its name."""
         with self._disk():
             manifest = self._manifest(source, options)
@@ -188,7 +188,7 @@ class Writer:
             (self.destination / JOURNAL).unlink()
         return manifest
 
-    def _manifest(self, source: Source, options: Options) -> Manifest:
+    def _manifest(self, source: Source, options: PackOptions) -> Manifest:
         def errors(name: str) -> list[float]:
             return self.finished[name].get("errors", [])
 

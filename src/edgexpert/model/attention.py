@@ -133,6 +133,11 @@ def watch_received_attention(
         _watched.reset(token)
 
 
+def is_attention_watched() -> bool:
+    """Whether the stage that runs in this thread wants to know what attention its tokens receive."""
+    return _watched.get() is not None
+
+
 @cache
 def _make_watchable(name: str) -> None:
     """Lets the library's attention ``name`` report to whoever watches in the same thread; others see no difference."""

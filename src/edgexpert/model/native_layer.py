@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from edgexpert.core.library import ALL_ATTENTION_FUNCTIONS
 from edgexpert.core.stage import TokenTree
 from edgexpert.kernels import layers, native
 from edgexpert.kernels.layers import StageRule
-from edgexpert.kernels.modules import ATTENTION, PackedLinear, RowNorm, attention_interface
+from edgexpert.kernels.modules import PackedLinear, RowNorm
+from edgexpert.model.attention import is_attention_watched
 from edgexpert.model.blocks import MoeBlock, decoder_layers
 from edgexpert.model.cache import TreeCache, TreeLayer
 from edgexpert.model.running import StageChoices
@@ -68,7 +68,7 @@ class NativeLayer:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The layer: [1, T, H] -> [1, T, H]. Goes back to the library's where it is asked for more than a stage."""
         cache, rotary = kwargs.get("cache"), kwargs.get("position_embeddings")
-        watched = ALL_ATTENTION_FUNCTIONS[ATTENTION] is not attention_interface
+        watched = is_attention_watched()
         more = args or any(value is not None for name, value in kwargs.items() if name not in ARGUMENTS)
         if not isinstance(cache, TreeCache) or len(hidden_states) != 1 or watched or rotary is None or more:
             return self.library(hidden_states, *args, **kwargs)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from edgexpert.conversion.convert import convert
-from edgexpert.conversion.options import Options
+from edgexpert.conversion.options import PackOptions
 from edgexpert.conversion.sources.opening import open_source
 from edgexpert.core.resources import bundled_folder
 from edgexpert.speculation.loading import BESIDE_MODEL
@@ -35,7 +35,7 @@ def bundle(run: Path, corpus: Path, draft: Path | None, out: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     with tempfile.TemporaryDirectory() as folder:
         packed = Path(folder) / "packed"
-        convert(open_source(str(run / "model")), packed, Options(8))
+        convert(open_source(str(run / "model")), packed, PackOptions(8))
         for part in packed.iterdir():
             shutil.copy(part, out / part.name)
     with (out / "held_out.jsonl").open("w", encoding="utf-8") as file:
