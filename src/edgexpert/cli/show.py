@@ -22,6 +22,11 @@ NOTHING = "–"
 PIPE_WIDTH = 10_000
 
 
+def three_digits(value: float) -> str:
+    """A figure with three digits that count, and never as a power of ten."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:.0f}"
+
+
 def readable_bytes(count: float | None) -> str:
     """Decimal units, three significant digits: ``1.23 MB``."""
     if count is None:
@@ -30,7 +35,7 @@ def readable_bytes(count: float | None) -> str:
     unit = next(units)
     while count >= 999.5 and unit != "TB":
         count, unit = count / 1000, next(units)
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+    return f"{count:.0f} {unit}" if unit == "B" else f"{three_digits(count)} {unit}"
 
 
 def readable_seconds(seconds: float | None) -> str:
@@ -106,7 +111,7 @@ def summary(generation: Generation) -> str:
     timing, speculation = generation.timing, generation.speculation
     parts = [f"{generation.new_tokens} tokens"]
     if timing.tpot_s:
-        parts[0] += f", {1 / timing.tpot_s:.3g} a second, the first after {readable_seconds(timing.ttft_s)}"
+        parts[0] += f", {three_digits(1 / timing.tpot_s)} a second, the first after {readable_seconds(timing.ttft_s)}"
     if speculation.acceptance_length is not None and speculation.drafted:
         parts.append(f"{speculation.acceptance_length:.2f} tokens a stage")
     if generation.expert_bytes_per_token is not None:
