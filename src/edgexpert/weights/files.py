@@ -101,7 +101,7 @@ class Pack:
                 if array is None:
                     raise UserError(f"the file {self.folder / DENSE} lacks {name}.{part}; convert the checkpoint again")
                 if array.dtype != DTYPES[extent.dtype] or tuple(array.shape) != extent.shape:
-                    raise UserError(f"{name}.{part} in the file {self.folder / DENSE} has another type or shape than "
+                    raise UserError(f"the tensor {name}.{part} in the file {self.folder / DENSE} has another type or shape than "
                                     f"{MANIFEST} says; convert the checkpoint again")
             assert arrays["values"] is not None
             tensors[name] = PackedMatrix(
