@@ -34,7 +34,7 @@ def test_the_exception_of_a_task_reaches_the_caller_and_the_next_call_computes(t
     native._native.run_failing_tasks(tasks, -1)  # none fails, and the exception of an earlier call is gone
 
 
-@pytest.mark.parametrize("outer", [1, 2, 50])
+@pytest.mark.parametrize("outer", [2, 50])  # a lone task is the caller's own, and what it begins may use every thread
 def test_tasks_that_a_task_begins_run_on_its_thread(outer: int) -> None:
     assert native._native.run_nested_tasks(outer, 20) == 20 * outer
 
